@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -30,15 +30,13 @@ from vitpar.launch.world import Device
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.sections import AUTO
-from vitpar.sizes import parse_size
 from vitpar.strategy import SCHEDULES, parse
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.terminal import complain
 from vitpar.text import shown, size
 from vitpar.training.ranks import choose_plan, default_ranks, resolve
 from vitpar_cli.outputs import origin
-from vitpar_cli.profiled import PROFILES, estimated, matches, measured, option, with_held
-from vitpar_cli.recipe_options import Group
+from vitpar_cli.profiled import PROFILES, Machine, estimated, matches, measured, with_held
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -51,16 +49,10 @@ if TYPE_CHECKING:
 class PlanChooser:
     """Choice of the plan of `vitpar train`, with the options that only `--mesh auto` uses."""
 
-    memory: str | None = None
-    """Maximum memory of a rank, such as 40GB; 90 % of the device's memory if None."""
-    ranks: int | None = None
+    machine: Machine
+    """Cluster or profiles, which are measured if they are not there, and memory limit."""
+    ranks: int | None
     """Number of ranks; if None, all GPUs, or one rank per CPU core."""
-    cluster: str | None = None
-    """Cluster whose data sheet replaces profiles, such as 8xH100; None for profiles."""
-    hardware: Path | None = None
-    """Hardware profile to read; found or measured if None."""
-    model_profile: Path | None = None
-    """Model profile to read; found or measured if None."""
     quiet: bool = False
     """Whether to print only progress."""
     store: Store | None = None
@@ -88,8 +80,8 @@ class PlanChooser:
 
     def _refuse_beside(self, mesh: str) -> None:
         """Raise PlannerError if an option is given although the user named a mesh."""
-        for name in ("memory", "ranks", "cluster", "hardware", "model_profile"):
-            if getattr(self, name) is not None:
+        for name, value in {**asdict(self.machine), "ranks": self.ranks}.items():
+            if value is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise PlannerError(f"{option} requires --mesh {AUTO}, but the mesh is '{shown(mesh)}': leave one out")
 
@@ -106,27 +98,6 @@ class PlanChooser:
 
         chosen, self.store = _find_once(find)
         return chosen
-
-
-def _option(kind: type, flag: str, metavar: str | None, text: str, **more: Any) -> Any:
-    return option(kind, flag, metavar, text, rich_help_panel="Search of the plan, with --mesh auto", **more)
-
-
-SEARCHED = Group(
-    {
-        "memory": _option(
-            str, "--memory", "SIZE", "Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]"
-        ),
-        "ranks": _option(int, "--ranks", None, "Number of ranks.  \\[default: GPUs or CPU cores]", min=1),
-        "cluster": _option(str, "--cluster", "NAME", "Plan from a data sheet, such as 8xH100."),
-        "hardware": _option(Path, "--hardware", "FILE", "Hardware profile.  \\[default: hardware.json, or measured]"),
-        "model_profile": _option(
-            Path, "--model-profile", "FILE", "Model profile.  \\[default: model.json, or measured]"
-        ),
-    },
-    PlanChooser,
-)
-"""Options that make a `PlanChooser`."""
 
 
 def _plan_of_run(recipe: Recipe, config: ModelConfig, ranks: int, run: Path | None) -> Chosen | None:
@@ -151,19 +122,16 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     """
     from vitpar.planner.automatic import make_search, run_search
     from vitpar.planner.report.data import plan_record, search_record, speed_words
-    from vitpar.planner.sources import usual_budget
     from vitpar.planner.training_time import training_length, training_time
     from vitpar.training.optim.state_memory import moments
     from vitpar_cli.search_view import SearchProgress, show_choice
 
     train, parallel = recipe.train, recipe.parallel
-    budget = None if options.memory is None else parse_size(options.memory)
-    if options.cluster is None:
-        costs = _profiled(recipe, config, device, ranks, options)
-    elif options.hardware or options.model_profile:
-        raise PlannerError("both --cluster and a profile are given: give one of the two")
+    machine = options.machine
+    if machine.cluster is None:
+        costs = _profiled(recipe, config, device, ranks, machine)
     else:
-        costs = estimated(recipe, config, options.cluster, ranks)
+        costs = estimated(recipe, config, machine.cluster, ranks)
     searching = make_search(
         with_held(costs, recipe),
         (train.batch_size,),
@@ -172,7 +140,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
         microbatches=None if parallel.microbatches is None else (parallel.microbatches,),
         schedules=(parallel.schedule,) if "schedule" in parallel.model_fields_set else tuple(SCHEDULES),
     )
-    limit = budget or usual_budget(costs)
+    limit = machine.budget(costs)
     with SearchProgress() as progress:
         result = run_search(searching, limit, progress)
     best = result.plans[0]
@@ -184,10 +152,10 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     return Chosen(plan, f"the plan was searched, predicted: {words}")
 
 
-def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, options: PlanChooser) -> LayerCosts:
+def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, given: Machine) -> LayerCosts:
     """Return costs from profiles.
 
-    Profiles are those named by options, else matching ones in the current folder or PROFILES, else new measurements.
+    Profiles are those given, else matching ones in the current folder or PROFILES, else new measurements.
     """
     import torch
 
@@ -208,10 +176,10 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
     def fits(path: Path) -> bool:
         return costs(path) is not None
 
-    for named, profile in ((options.hardware, Hardware), (options.model_profile, ModelProfile)):
+    for named, profile in ((given.hardware, Hardware), (given.model_profile, ModelProfile)):
         if named is not None:
             profile.read(named)  # fail before minutes of measuring
-    machine = options.hardware or _find_or_measure(
+    machine = given.hardware or _find_or_measure(
         (HARDWARE, PROFILES / f"hardware-{_slug(name)}-{ranks}.json"),
         is_here,
         "this machine",
@@ -228,7 +196,7 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
         words = ["--recipe", str(file), "--num-classes", str(config.num_classes), "--ranks", str(ranks)]
         for option, own in (("--model", recipe.model.name), ("--task", recipe.task.name)):
             words += [option, own] if ".py:" in own else []
-        model = options.model_profile or _find_or_measure(
+        model = given.model_profile or _find_or_measure(
             (MODEL, PROFILES / f"{_slug(config.name)}-{train.precision}-{ranks}-{digest}.json"),
             fits,
             f"{config.name} in {train.precision}",

@@ -97,7 +97,7 @@ def _check(
     """Run the check on the rank of `device`, and return the exit code."""
     import torch.distributed as dist
 
-    from vitpar.check.plan import compare_with_one_process
+    from vitpar.check import check_plan
     from vitpar.parallel.attention import choose_attention
     from vitpar.parallel.compiling import choose_compiling
     from vitpar.parallel.precision import resolve_precision
@@ -105,7 +105,7 @@ def _check(
     t, plan = recipe.train, chosen.plan
     choose_attention(t.attention, config, plan, t.batch_size, resolve_precision(t.precision), device)
     compiling = choose_compiling(t.compile, plan, t.precision, device)
-    result = compare_with_one_process(recipe, config, plan, device, task, tolerance=tolerance)
+    result = check_plan(recipe, config, plan, device, task, tolerance=tolerance)
     if dist.get_rank() == 0:
         warn(chosen.because, compiling.because and f"blocks are not compiled: {compiling.because}")
         typer.echo(json.dumps(result.to_json())) if as_json else _print(result)

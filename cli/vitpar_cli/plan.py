@@ -60,7 +60,7 @@ def plan(
     """
     merged = planned_recipe(asked | {"parallel.mesh": strategy}, doing="a plan")
     if machine.named:
-        machine.refuse_mixed()
+        machine.refuse_missing()
     needing = {"--epochs": asked.value("train.epochs"), "--images-per-second": machine.images_per_second}
     needing |= {"--memory": machine.memory, "--mtbf": machine.mtbf, "--price": machine.hour_price}
     for option, value in needing.items():

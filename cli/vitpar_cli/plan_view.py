@@ -12,12 +12,11 @@ from rich.text import Text
 from vitpar.models import ModelConfig
 from vitpar.models.description import layer_of
 from vitpar.planner.describe import Summary
+from vitpar.runs.pages.maps import consecutive, layer_words
 from vitpar.strategy import Plan, Strategy, rank_of_place
-from vitpar_cli.outputs import data_table
+from vitpar_cli.outputs import data_table, facts_table
 from vitpar_cli.plan_words import (
     batch_words,
-    consecutive,
-    layer_words,
     millions,
     percent,
     pipeline_words,
@@ -53,7 +52,7 @@ def show(config: ModelConfig, plan: Plan, summary: Summary, state: str) -> None:
     for heading, rows in sections:
         if heading:
             console.print(Text(f"\n{heading}", "bold"))
-        console.print(_two_columns(rows, width))
+        console.print(facts_table(rows, width))
 
 
 def show_modules(layers: Sequence[Summary]) -> None:
@@ -157,16 +156,3 @@ def _axis_rows(strategy: Strategy, part: Summary) -> list[list[Row]]:
 
 def _flag_rows(part: Summary) -> list[Row]:
     return [(flag["flag"], flag["effect"]) for flag in part["flags"]]
-
-
-def _two_columns(rows: list[Row], width: int) -> Table:
-    """Return a table of names and sentences.
-
-    width: columns of the names.
-    """
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="bold", width=width)
-    table.add_column()
-    for name, words in rows:
-        table.add_row(name, words)
-    return table

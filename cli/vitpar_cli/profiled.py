@@ -116,6 +116,8 @@ class Machine:
         for name, value in (("--stall", self.stall), ("--restart", self.restart)):
             if value is not None and self.mtbf is None:
                 raise PlannerError(f"{name} is given without failures: add --mtbf HOURS, or leave it out")
+        if self.cluster and (self.hardware or self.model_profile):
+            raise PlannerError("both --cluster and a profile are given: give one of the two")
         if self.memory is not None:
             parse_size(self.memory)
 
@@ -134,10 +136,8 @@ class Machine:
         stall = STALL if self.stall is None else self.stall
         return Conditions(self.mtbf, self.hour_price, stall, RESTART if self.restart is None else self.restart)
 
-    def refuse_mixed(self) -> None:
-        """Raise PlannerError if options contradict each other or a profile is missing."""
-        if self.cluster and (self.hardware or self.model_profile):
-            raise PlannerError("both --cluster and a profile are given: give one of the two")
+    def refuse_missing(self) -> None:
+        """Raise PlannerError if a profile is missing, or has classes of its own."""
         if self.num_classes is not None and not self.cluster:
             raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
         if not self.cluster:

@@ -40,13 +40,17 @@ class Group:
     make: Callable[..., object]
     """Function of the options' values by parameter, None for one that is left out, which makes what a command gets."""
 
-    def helped(self, **helps: str) -> "Group":
-        """Return the group with other helps of some options, by parameter."""
-        options = dict(self.options)
-        for name, text in helps.items():
-            kind, option = get_args(options[name])
+    def helped(self, panel: str | None = None, /, **helps: str) -> "Group":
+        """Return the group with other helps of some options, by parameter.
+
+        panel: heading in `--help` of all options; None for those that they have.
+        """
+        assert helps.keys() <= self.options.keys(), f"there are no options {helps.keys() - self.options.keys()}"
+        options = {}
+        for name, annotation in self.options.items():
+            kind, option = get_args(annotation)
             option = copy(option)
-            option.help = text
+            option.help, option.rich_help_panel = helps.get(name, option.help), panel or option.rich_help_panel
             options[name] = Annotated[kind, option]
         return Group(options, self.make)
 

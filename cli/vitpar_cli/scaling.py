@@ -38,11 +38,12 @@ def scaling(
 
     Example: vitpar scaling --cluster 8x8xH100 --model vit_huge_patch14_224 --batch-size 4096 --precision bf16
     """
-    machine.refuse_mixed()
+    machine.refuse_missing()
     refuse_unwritable(report)
     refuse_undrawable(report)
     merged = planned_recipe(asked, doing=f"a prediction of scaling{' and cost' * bool(machine.conditions)}")
 
+    from vitpar.planner.automatic import make_search
     from vitpar.planner.report.data import origin_to_json
     from vitpar.planner.report.page import scaling_page
     from vitpar.planner.report.scaling import (
@@ -54,8 +55,6 @@ def scaling(
         scaling_table,
         with_efficiency,
     )
-    from vitpar.planner.search.space import Space
-    from vitpar.planner.sources import known_flags
     from vitpar.training.optim.state_memory import moments
 
     whole = machine.costs(merged)
@@ -72,11 +71,8 @@ def scaling(
         if not as_json:
             progress(f"searching for {count(number, 'rank')}, batch {batch} …")
         here = machine.costs(merged, number) if machine.cluster else whole
-        numeric = here.model.precision, here.model.compiled
-        flags, budget = known_flags(here), machine.budget(here)
-        space = Space(here.config, number, (batch,), *numeric, flags=flags, tensors=here.model.tensors)
-        bytes_of_state = moments(merged, here.whole)
-        known[number, batch] = best_on(number, batch, space, here, budget, bytes_of_state, known_length)
+        searching = make_search(here, (batch,), moments(merged, here.whole), ranks=number)
+        known[number, batch] = best_on(searching, machine.budget(here), known_length)
     found = origin_to_json(origin(), whole)
     found |= {str(regime): with_efficiency([known[pair] for pair in pairs]) for regime, pairs in wanted.items()}
     if not any("plan" in point for point in known.values()):

@@ -96,7 +96,7 @@ def search(
     tabled = max(len(clusters), len(models), len(sizes)) > 1
     if tabled:
         _refuse_single({"--out": out, "--report": report, "--trace": trace_file}, bool(cluster))
-    machine.refuse_mixed()
+    machine.refuse_missing()
     refuse_unwritable(out, report, trace_file)
     refuse_undrawable(report)
     limits: dict[str, Any] = {

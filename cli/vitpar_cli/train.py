@@ -15,9 +15,10 @@ from vitpar.launch.stop_request import stop_at_once
 from vitpar.recipe.request import RecipeRequest
 from vitpar.recipe.sections import TEXT
 from vitpar_cli import recipe_options as o
-from vitpar_cli.automatic import SEARCHED, PlanChooser
+from vitpar_cli.automatic import PlanChooser
 from vitpar_cli.outputs import local_weights
 from vitpar_cli.pack_once import packed
+from vitpar_cli.profiled import Machine, machine_options
 from vitpar_cli.streams import outlive_reader
 from vitpar_cli.world import run_in_world
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from vitpar.training.prepare import Prepared
+
+SEARCHED = "Search of the plan, with --mesh auto"
+"""Heading in `--help` of the options for --mesh auto."""
 
 
 @o.shared(
@@ -34,11 +38,19 @@ if TYPE_CHECKING:
         mesh="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2; by layers in quotes, as in 'pp2: "
         "embed=fsdp4, \\*=tp2xfsdp2'; a plan.json; or auto: the fastest that fits into --memory.",
     ),
-    plans=SEARCHED,
+    machine=machine_options(
+        *("memory", "cluster", "hardware", "model_profile"),
+        cluster="Plan from a data sheet, such as 8xH100.",
+        hardware="Hardware profile.  \\[default: hardware.json, or measured]",
+        model_profile="Model profile.  \\[default: model.json, or measured]",
+    ).helped(SEARCHED),
 )
 def train(
     asked: RecipeRequest,
-    plans: PlanChooser,
+    machine: Machine,
+    ranks: int | None = typer.Option(
+        None, "--ranks", min=1, help="Number of ranks.  \\[default: GPUs or CPU cores]", rich_help_panel=SEARCHED
+    ),
     data: Path | None = typer.Option(
         None,
         "--data",
@@ -89,7 +101,7 @@ def train(
         outlive_reader()  # log.txt of the run has what it prints
     from vitpar.training.prepare import prepare
 
-    plans.quiet = as_json
+    plans = PlanChooser(machine, ranks, quiet=as_json)
     run = prepare(
         asked,
         device,

@@ -176,10 +176,7 @@ class OneProcess:
         taken = inputs.to(self._device, compute if inputs.is_floating_point() else inputs.dtype)
         arguments = (taken, keys.to(self._device) if self._config.stochastic else None)
         beside = {name: side.to(self._device) for name, side in sides.items()}
-        computed = {name: p.to(compute) for name, p in self._model.named_parameters()}
-        # Not the kernel under test: on GPUs the reference computes attention by matrix products.
-        with by_products(self._device):
-            outputs = functional_call(self._model, computed, arguments, beside).to(self._numbers.parameters)
+        outputs = self._outputs(self._model, arguments, beside)
         count: int | Tensor = len(inputs)
         if self._averaged is not None:
             losses = self._task.reference_taught(outputs, self._taught(taken, beside), beside)
@@ -214,6 +211,16 @@ class OneProcess:
         factors = {part: min(1.0, limit / (_norm(alike.values()) + 1e-6)) for part, alike in parts.items()}
         return {name: factors[part] * g for part, alike in parts.items() for name, g in alike.items()}
 
+    def _outputs(
+        self, model: LayeredModel, inputs: tuple[Tensor | None, ...], sides: Mapping[str, Tensor] = {}
+    ) -> Tensor:
+        """Return the outputs of a model for the batch, computed in the recipe's precision."""
+        computed = {name: p.to(self._numbers.compute) for name, p in model.named_parameters()}
+        # Not the kernel under test: on GPUs the reference computes attention by matrix products.
+        with by_products(self._device):
+            outputs: Tensor = functional_call(model, computed, inputs, dict(sides))
+        return outputs.to(self._numbers.parameters)
+
     @torch.no_grad()
     def _take_average(self, average: Mapping[str, Tensor]) -> None:
         """Fill the teacher that is the average of the model, if the task has one."""
@@ -225,20 +232,13 @@ class OneProcess:
     def _taught(self, inputs: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
         """Return the outputs of that teacher for the batch."""
         assert self._averaged is not None
-        computed = {name: p.to(self._numbers.compute) for name, p in self._averaged.named_parameters()}
-        taken = inputs[..., : self._averaged.config.input.shape[-1]]
-        with by_products(self._device):
-            outputs: Tensor = functional_call(self._averaged, computed, (taken,), dict(sides))
-        return outputs.to(self._numbers.parameters)
+        return self._outputs(self._averaged, (inputs[..., : self._averaged.config.input.shape[-1]],), sides)
 
     @torch.no_grad()
     def _logits(self, images: Tensor) -> Tensor:
         """Return the teacher's logits of the batch."""
         assert self._teacher is not None
-        computed = {name: p.to(self._numbers.compute) for name, p in self._teacher.named_parameters()}
-        with by_products(self._device):
-            logits: Tensor = functional_call(self._teacher, computed, (images,))
-        return logits.to(self._numbers.parameters)
+        return self._outputs(self._teacher, (images,))
 
     def _targets(self, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
         if not self._task.LOCAL_TARGETS:

@@ -36,7 +36,7 @@ from vitpar.terminal import complain
 from vitpar.text import shown, size
 from vitpar.training.ranks import choose_plan, default_ranks, resolve
 from vitpar_cli.outputs import origin
-from vitpar_cli.profiled import PROFILES, Machine, estimated, matches, measured, with_held
+from vitpar_cli.profiled import PROFILES, MachineOptions, estimated, matches, measured, with_held
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 class PlanChooser:
     """Choice of the plan of `vitpar train`, with the options that only `--mesh auto` uses."""
 
-    machine: Machine
+    machine: MachineOptions
     """Cluster or profiles, which are measured if they are not there, and memory limit."""
     ranks: int | None
     """Number of ranks; if None, all GPUs, or one rank per CPU core."""
@@ -152,7 +152,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     return Chosen(plan, f"the plan was searched, predicted: {words}")
 
 
-def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, given: Machine) -> LayerCosts:
+def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, given: MachineOptions) -> LayerCosts:
     """Return costs from profiles.
 
     Profiles are those given, else matching ones in the current folder or PROFILES, else new measurements.

@@ -15,7 +15,7 @@ from vitpar.text import count, shown
 from vitpar.training.prepare import refuse_misfits
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
-from vitpar_cli.profiled import Machine, estimated, machine_options, planned_recipe, with_held
+from vitpar_cli.profiled import MachineOptions, estimated, machine_options, planned_recipe, with_held
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 )
 def plan(
     asked: RecipeRequest,
-    machine: Machine,
+    machine: MachineOptions,
     strategy: str | None = typer.Argument(
         None,
         metavar="STRATEGY",
@@ -112,7 +112,7 @@ def plan(
 
 
 def _predict(
-    plan: "Plan", recipe: "Recipe", costs: "LayerCosts", machine: Machine
+    plan: "Plan", recipe: "Recipe", costs: "LayerCosts", machine: MachineOptions
 ) -> "tuple[dict[str, Any], LayerCosts]":
     """Predict the time and memory of a plan, and return also the costs on the devices that it uses.
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -33,84 +33,47 @@ PROFILES = Path("runs/profiles")
 """Folder for the profiles that `vitpar train --mesh auto` measures."""
 
 
-def option(kind: Any, flag: str, metavar: str | None, text: str, **more: Any) -> Any:
-    """Return the annotation of an option. text: its help. more: as for `typer.Option`."""
-    return Annotated[kind | None, typer.Option(flag, metavar=metavar, help=text, **more)]
+def _option(flag: str, metavar: str, text: str, **limits: Any) -> Any:
+    """Return an option. text: its help. limits: least and largest value, as for `typer.Option`."""
+    return typer.Option(flag, metavar=metavar, help=text, **limits)
 
 
 def _condition(flag: str, metavar: str, least: float, most: float, text: str) -> Any:
-    """Return the annotation of an option about failures or money."""
-    return option(float, flag, metavar, text, min=least, max=most, rich_help_panel="Failures and money")
+    """Return an option about failures or money."""
+    return typer.Option(flag, metavar=metavar, min=least, max=most, help=text, rich_help_panel="Failures and money")
 
 
-ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page with charts.")]
-InputRate = Annotated[
-    float | None,
-    typer.Option(
-        "--images-per-second",
-        metavar="RATE",
-        min=1e-3,
-        max=1e12,
-        help="Images that a machine decodes and augments in a second, as `vitpar train --dry-run` says: count waiting.",
-    ),
-]
-_PROFILE = "profile of `vitpar profile"
+_RATE = "Images that a machine decodes and augments in a second, as `vitpar train --dry-run` says: count waiting."
+_FAILURES = "Mean hours between failures of one device, such as 50000: predict checkpoints and useful time."
+_PRICE = "Price of an hour of one device, in any currency: predict the cost of the training."
 _STALL = "Seconds that training waits for a checkpoint, for --mtbf; a run's log.txt has them.  \\[default: 1]"
-OPTIONS: dict[str, Any] = {
-    "hardware": option(Path, "--hardware", "FILE", f"Hardware {_PROFILE} hardware`.  \\[default: hardware.json]"),
-    "model_profile": option(Path, "--model-profile", "FILE", f"Model {_PROFILE} model`.  \\[default: model.json]"),
-    "cluster": option(
-        str,
-        "--cluster",
-        "NAME",
-        "8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware.",
-    ),
-    "num_classes": option(
-        int, "--num-classes", None, "Classes, with --cluster.  \\[default: the data's, or 1000]", min=1
-    ),
-    "memory": option(str, "--memory", "SIZE", "Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]"),
-    "mtbf": _condition(
-        *("--mtbf", "HOURS", 1e-3, 1e12),
-        "Mean hours between failures of one device, such as 50000: predict checkpoints and useful time.",
-    ),
-    "hour_price": _condition(
-        *("--price", "AMOUNT", 0, 1e12),
-        "Price of an hour of one device, in any currency: predict the cost of the training.",
-    ),
-    "stall": _condition("--stall", "SECONDS", 1e-6, 1e6, _STALL),
-    "restart": _condition(
-        *("--restart", "SECONDS", 0, 1e6),
-        "Seconds from a failure to the first step after it, for --mtbf.  \\[default: 120]",
-    ),
-    "images_per_second": InputRate,
-}
-"""Annotation of each option of `Machine`, by field."""
+_RESTART = "Seconds from a failure to the first step after it, for --mtbf.  \\[default: 120]"
+_CLUSTER = "8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware."
+_CLASSES = "Classes, with --cluster.  \\[default: the data's, or 1000]"
+_MEMORY = "Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]"
+_HARDWARE = "Hardware profile of `vitpar profile hardware`.  \\[default: hardware.json]"
+_MODEL = "Model profile of `vitpar profile model`.  \\[default: model.json]"
+ReportFile = Annotated[Path | None, _option("--report", "FILE", "Write an HTML page with charts.")]
+InputRate = Annotated[float | None, _option("--images-per-second", "RATE", _RATE, min=1e-3, max=1e12)]
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Machine that a prediction is for, and its limits; None for what options leave open."""
+class MachineOptions:
+    """Machine that a prediction is for, its limits, failures and price, as options say; None for what is left out.
 
-    hardware: Path | None = None
-    """Hardware profile; found if None."""
-    model_profile: Path | None = None
-    """Model profile; found if None."""
-    cluster: str | None = None
-    """Cluster, instead of profiles."""
-    num_classes: int | None = None
-    """Classes of the model on a cluster; None for those of the recipe's data, or 1000."""
-    memory: str | None = None
-    """Memory limit of a rank, such as 24GB."""
-    mtbf: float | None = None
-    """Mean hours between failures of a device."""
-    hour_price: float | None = None
-    """Price of an hour of a device."""
-    stall: float | None = None
-    """Seconds that training waits for a checkpoint."""
-    restart: float | None = None
-    """Seconds from a failure to the first step after it."""
-    images_per_second: float | None = None
-    """Images that a machine prepares in a second; None for those of the cluster."""
+    The options in the annotations describe the fields. A profile that is left out is found.
+    """
+
+    hardware: Annotated[Path | None, _option("--hardware", "FILE", _HARDWARE)] = None
+    model_profile: Annotated[Path | None, _option("--model-profile", "FILE", _MODEL)] = None
+    cluster: Annotated[str | None, _option("--cluster", "NAME", _CLUSTER)] = None
+    num_classes: Annotated[int | None, typer.Option("--num-classes", min=1, help=_CLASSES)] = None
+    memory: Annotated[str | None, _option("--memory", "SIZE", _MEMORY)] = None
+    mtbf: Annotated[float | None, _condition("--mtbf", "HOURS", 1e-3, 1e12, _FAILURES)] = None
+    hour_price: Annotated[float | None, _condition("--price", "AMOUNT", 0, 1e12, _PRICE)] = None
+    stall: Annotated[float | None, _condition("--stall", "SECONDS", 1e-6, 1e6, _STALL)] = None
+    restart: Annotated[float | None, _condition("--restart", "SECONDS", 0, 1e6, _RESTART)] = None
+    images_per_second: InputRate = None
 
     def __post_init__(self) -> None:
         for name, value in (("--stall", self.stall), ("--restart", self.restart)):
@@ -194,12 +157,13 @@ class Machine:
 
 
 def machine_options(*names: str, **helps: str) -> Group:
-    """Return the group of options that makes a `Machine`.
+    """Return the group of options that makes a `MachineOptions`.
 
     names: its fields; all if there are none.
     helps: other helps, by field.
     """
-    return Group({name: OPTIONS[name] for name in names or OPTIONS}, Machine).helped(**helps)
+    options = get_type_hints(MachineOptions, include_extras=True)
+    return Group({name: options[name] for name in names or options}, MachineOptions).helped(**helps)
 
 
 def matches(fits: Callable[[Path], object], path: Path) -> bool:

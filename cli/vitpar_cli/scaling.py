@@ -12,7 +12,7 @@ from vitpar.recipe.request import RecipeRequest
 from vitpar.text import count
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, print_words, refuse_undrawable, refuse_unwritable, write
-from vitpar_cli.profiled import Machine, ReportFile, machine_options, numbers, planned_recipe
+from vitpar_cli.profiled import MachineOptions, ReportFile, machine_options, numbers, planned_recipe
 from vitpar_cli.search_view import model_words, print_origin, print_plans
 
 
@@ -25,7 +25,7 @@ from vitpar_cli.search_view import model_words, print_origin, print_plans
 )
 def scaling(
     asked: RecipeRequest,
-    machine: Machine,
+    machine: MachineOptions,
     ranks: str | None = typer.Option(
         None, "--ranks", metavar="N,N…", help="Numbers of ranks.  \\[default: all, half of them, a quarter, …]"
     ),

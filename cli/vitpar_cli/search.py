@@ -17,7 +17,7 @@ from vitpar.recipe.sections import ParallelSection
 from vitpar.terminal import complain
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_undrawable, refuse_unwritable, write
-from vitpar_cli.profiled import Machine, ReportFile, machine_options, numbers
+from vitpar_cli.profiled import MachineOptions, ReportFile, machine_options, numbers
 from vitpar_cli.search_request import SECONDS, SearchRequest, words
 
 if TYPE_CHECKING:
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 
 @o.shared(
     asked=o.recipe("recipe", "assignments", "task", "weights", "data", "epochs", "precision"),
-    machine=machine_options(cluster="8xH100, 4x8xA100-40GB or a TOML file, not --hardware. Several make a table."),
+    machine=machine_options(
+        cluster="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware. Several with commas make a table."
+    ),
 )
 def search(
     asked: RecipeRequest,
-    machine: Machine,
+    machine: MachineOptions,
     out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write the best plan as JSON."),
     model: str | None = typer.Option(
         None,

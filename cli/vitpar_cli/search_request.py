@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vitpar.errors import UserError
 from vitpar.recipe import Recipe
 from vitpar.recipe.request import RecipeRequest
-from vitpar_cli.profiled import Machine, planned_recipe
+from vitpar_cli.profiled import MachineOptions, planned_recipe
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
@@ -50,7 +50,7 @@ class SearchRequest:
         self,
         models: Sequence[str | None],
         image_sizes: Sequence[int | None],
-        machines: Sequence[Machine],
+        machines: Sequence[MachineOptions],
         batch_sizes: Sequence[int] | None,
         progress: SearchProgress,
     ) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,7 @@ from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
 from vitpar_cli.outputs import local_weights
 from vitpar_cli.pack_once import packed
-from vitpar_cli.profiled import Machine, machine_options
+from vitpar_cli.profiled import MachineOptions, machine_options
 from vitpar_cli.streams import outlive_reader
 from vitpar_cli.world import run_in_world
 
@@ -47,7 +47,7 @@ SEARCHED = "Search of the plan, with --mesh auto"
 )
 def train(
     asked: RecipeRequest,
-    machine: Machine,
+    machine: MachineOptions,
     ranks: int | None = typer.Option(
         None, "--ranks", min=1, help="Number of ranks.  \\[default: GPUs or CPU cores]", rich_help_panel=SEARCHED
     ),

@@ -19,7 +19,7 @@ from vitpar.text import count, shown, size
 from vitpar.training.ranks import resolve
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
-from vitpar_cli.profiled import Machine, machine_options, planned_recipe
+from vitpar_cli.profiled import MachineOptions, machine_options, planned_recipe
 from vitpar_cli.search_view import model_words, print_origin, print_plans, print_rows
 from vitpar_cli.world import run_ranks
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @o.shared(asked=o.recipe(*o.SUBJECT, "batch_size"), machine=machine_options("hardware", "model_profile"))
 def validate(
     asked: RecipeRequest,
-    machine: Machine,
+    machine: MachineOptions,
     plans: list[str] | None = typer.Argument(
         None, metavar="PLAN…", help="Strategies or plan.json files.  \\[default: examples of every kind]"
     ),

@@ -42,7 +42,7 @@ def layer_map(config: ModelConfig, plan: Plan) -> str:
             layers = list(run)
             where = [str(stage), _listed(members)] if plan.pipeline_degree > 1 else [_listed(members)]
             groups = dict.fromkeys(group for name in layers if (group := config.layers[name].group))
-            rows.append([*where, layer_words([layers], groups), f"<code>{escape(str(strategy))}</code>"])
+            rows.append([*where, layer_words(layers, groups), f"<code>{escape(str(strategy))}</code>"])
     heads = ["stage", "ranks", "layers", "strategy"][plan.pipeline_degree == 1 :]
     return table(heads, rows, slice(0, 0))
 
@@ -101,36 +101,20 @@ def _listed(members: Sequence[int]) -> str:
     return ranks(members).partition(" ")[2]
 
 
-def layer_words(stages: Iterable[Sequence[str]], groups: Iterable[str] = ()) -> str:
+def layer_words(names: Sequence[str], groups: Iterable[str] = ()) -> str:
     """Return text such as `embed, blocks 0-1, 4-5`, or `blocks 0-3 (stage1, stage2)` with groups of the blocks.
 
-    stages: names of the consecutive layers of each stage, in order.
+    names: names of layers in the order of the model, of which some may be missing.
     """
-    names = [name for layers in stages for name in layers]
-    runs, blocks = [], 0
-    for layers in stages:
-        numbers = [block_index(name) for name in layers if is_block(name)]
-        blocks += len(numbers)
-        if numbers:
-            runs.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
+    runs: list[list[int]] = []
+    for number in map(block_index, filter(is_block, names)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    blocks = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     named = f" ({', '.join(groups)})" if groups else ""
-    middle = [f"{'blocks' if blocks > 1 else 'block'} {', '.join(runs)}{named}"] if runs else []
-    place = next((n for n, name in enumerate(names) if is_block(name)), 1)
+    middle = [f"{'block' if blocks.isdecimal() else 'blocks'} {blocks}{named}"] if runs else []
+    place = next((number for number, name in enumerate(names) if is_block(name)), 1)
     others = [name for name in names if not is_block(name)]
     return ", ".join([*others[:place], *middle, *others[place:]])
-
-
-def consecutive(names: Sequence[str]) -> list[list[str]]:
-    """Split names of layers into runs of consecutive blocks, as `layer_words` takes them.
-
-    names: names in the order of the model, of which some may be missing.
-    """
-    runs: list[list[str]] = []
-    expected = None
-    for name in names:
-        number = block_index(name) if is_block(name) else None
-        if number is None or number != expected:
-            runs.append([])
-        runs[-1].append(name)
-        expected = None if number is None else number + 1
-    return runs

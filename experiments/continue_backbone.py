@@ -64,7 +64,7 @@ def arms(seeds: int) -> dict[str, tuple[str, ...]]:
     }
     both = [(name, seed) for seed in range(seeds) for name in ("safe", "scratch-rate")]
     return {
-        f"{name}-{seed}": (*named[name][0], *settings(named[name][1]), "--seed", str(seed))
+        f"{name}-{seed}": (*named[name][0], *settings({**named[name][1], "train.seed": seed}))
         for name, seed in (*both, ("from-scratch", 0), ("mae", 0))
     }
 

@@ -62,7 +62,7 @@ def cycle(place: Path, draw: random.Random, kind: str, mesh: str, spoiled: set[i
     if kind in DAMAGE and len(there.steps()) > 1:
         spoiled.add(damage(kind, there, draw))
     newest = max((step for step in there.steps() if step not in spoiled), default=0)
-    if kind in HANGS and ranks == 1:  # nobody waits for the rank
+    if kind in HANGS and ranks == 1:  # no rank waits for it
         mesh, ranks = "dp2", 2
     rank = 0 if kind in OF_RANK_0 else draw.randrange(ranks)
     count = draw.randrange(1, 4 if kind in (*OF_SAVES, "SIGUSR1 in an evaluation") else 12)

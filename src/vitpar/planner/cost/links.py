@@ -198,13 +198,6 @@ def sharing_group(plan: Plan, places: Sequence[int], ranks_per_node: int) -> Ran
 
 
 @cache
-def shortest_hop(pp: int, stage_size: int, ranks_per_node: int) -> RankGroup:
-    """Return the fastest pair of ranks of two neighbouring stages, if pp is the outermost axis."""
-    every = (_hop(a, a + 1, stage_size, pp, stage_size, ranks_per_node) for a in range(pp - 1))
-    return min(every, key=lambda group: group.nodes)
-
-
-@cache
 def _hop(a: int, b: int, inside: int, pp: int, stage_size: int, ranks_per_node: int) -> RankGroup:
     """Return the pair, on most nodes, of a rank at index `a` of the pp axis and its counterpart at `b`.
 

@@ -9,7 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
@@ -23,7 +23,6 @@ from vitpar.planner.cost.links import (
     hops,
     placed,
     sharing_group,
-    shortest_hop,
     stage_place,
     stage_wires,
 )
@@ -34,6 +33,7 @@ from vitpar.planner.cost.stage import StageCost, build_stage
 from vitpar.planner.cost.streams import Spent, Streams
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import (
+    Axis,
     BatchArithmetic,
     Plan,
     Strategy,
@@ -348,12 +348,42 @@ def _travel_seconds(costs: LayerCosts, link: RankGroup, size: float) -> float:
     return max(0.0, costs.links.seconds("p2p", link, size) - least)
 
 
-def least_travel_seconds(costs: LayerCosts, pp: int, stage_size: int, size: float) -> float:
-    """Return the seconds to send `size` bytes between the two closest stages, if pp is the outermost axis.
+@dataclass(frozen=True)
+class Hops:
+    """Seconds of one message between each two neighbouring stages of a pipeline."""
 
-    stage_size: ranks of a stage, and so the distance between the two ranks.
+    each: tuple[float, ...] = ()
+    """Seconds by the number of the earlier stage."""
+    busiest: float = 0.0
+    """Seconds that a micro-batch, forward and backward, occupies the wire with most messages."""
+
+
+@cache
+def _pipeline_hops(
+    pipeline: Plan, stage_size: int, per_node: int, nics_per_node: int | None
+) -> tuple[tuple[RankGroup, ...], tuple[tuple[int, ...], ...]]:
+    """Return (pairs of neighbouring stages, by wire the numbers of the pairs whose messages use it)."""
+    axes = (Axis("dp", stage_size),) if stage_size > 1 else ()
+    plan, users = replace(pipeline, layers=(("*", Strategy(axes)),)), defaultdict[tuple[str, int], list[int]](list)
+    places = [rank_of_stage(number, plan) for number in range(plan.num_stages)]
+    for number, pair in enumerate(pairwise(places)):
+        for a, b in (pair, pair[::-1]):
+            for wire in hop_wires(plan, a, b, per_node, nics_per_node):
+                users[wire].append(number)
+    return tuple(hops(plan, per_node)), tuple(dict.fromkeys(map(tuple, users.values())))
+
+
+def hop_seconds(pipeline: Plan, costs: LayerCosts, stage_size: int, size: float) -> Hops:
+    """Return the seconds of messages of `size` bytes in a pipeline whose axis is outermost.
+
+    pipeline: plan without layers.
+    stage_size: ranks of a stage.
     """
-    return _travel_seconds(costs, shortest_hop(pp, stage_size, costs.hardware.ranks_per_node), size)
+    hardware = costs.hardware
+    groups, wires = _pipeline_hops(pipeline, stage_size, hardware.ranks_per_node, hardware.nics_per_node)
+    each = {group: _travel_seconds(costs, group, size) for group in {*groups}}
+    seconds = tuple(each[group] for group in groups)
+    return Hops(seconds, max((sum(seconds[number] for number in wire) for wire in wires), default=0.0))
 
 
 def norm_seconds(costs: LayerCosts, ranks: int) -> float:

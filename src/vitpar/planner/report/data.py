@@ -31,6 +31,8 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Headings of all columns but the last, which has a plan, and rows."""
 COLUMNS = ("micro-batches", "samples/s", "vs. best", "memory")
 """Headings of `figures`."""
+USEFUL_GAP = 0.25
+"""Largest gap between the best plan and the bound that is printed; a larger one says nothing."""
 MOST_GAIN = 0.0005
 """Change of the time per image below which a change of the machine counts as none."""
 
@@ -222,6 +224,8 @@ def certainty(found: Record) -> str:
     if faster > SearchEffort().tolerance:
         how = f"the fastest plan found is {faster:.1%} faster and has more strategies; {how}"
     gap = max(0.0, bound / best - 1) if bound else 0.0
+    if gap > USEFUL_GAP:
+        return f"{how}; no useful bound"
     return f"{how}; no mix of strategies can be more than {gap:.2%} faster"
 
 

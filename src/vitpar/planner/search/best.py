@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import Price, crowded, least_travel_seconds, memory_bytes, norm_seconds, price
+from vitpar.planner.cost.price import Hops, Price, crowded, hop_seconds, memory_bytes, norm_seconds, price
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Machine, PlanOutline, ideal_seconds, uniform_bounds
@@ -385,15 +385,19 @@ class Search:
             action=(costs.model.microbatch / 2 * costs.crowd(1) + costs.hardware.pipeline * sending) / speed,
             norm=norm_seconds(costs, self.space.ranks) + costs.teacher_seconds(outline.batch_size, self.space.ranks),
             overlap=(overlap.compute, overlap.communication) if overlap else (1.0, 1.0),
-            # With frozen layers below, some stages neither send gradients nor receive them.
-            send=lambda share: (
-                least_travel_seconds(costs, pp, size, share * tokens) if pp > 1 and costs.passes_gradients else 0.0
-            ),
+            hops=lambda share: self._hops(pipeline, share * tokens),
             # Bounds sum the same bytes in another order than prices do: a plan that just fits must not be ruled out.
             budget=(1 + ROUNDING) * (budget - costs.hardware.reserved_bytes - costs.teacher_bytes(self.space.ranks)),
             images=outline.batch_size * config.input.bytes(costs.precision.compute.itemsize),
             tokens=tokens * costs.passes_gradients,
         )
+
+    def _hops(self, pipeline: Plan, size: float) -> Hops:
+        """Return the seconds of messages of `size` bytes between stages."""
+        # With frozen layers below, some stages neither send gradients nor receive them.
+        if pipeline.pipeline_degree == 1 or not self.costs.passes_gradients:
+            return Hops((0.0,) * (pipeline.num_stages - 1))
+        return hop_seconds(pipeline, self.costs, self.space.ranks // pipeline.pipeline_degree, size)
 
     def _ideal(self, outline: PlanOutline) -> float:
         """Return seconds per image with the fastest computing for every layer, no communication and no memory limit."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vitpar.planner.cost.price import Hops
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.sections import Sections
 from vitpar.strategy import Plan
@@ -65,8 +66,8 @@ class Machine:
     """Seconds per step to all-reduce the gradient norm, and of the teacher's forward."""
     overlap: tuple[float, float] = (1.0, 1.0)
     """Slow-down factors of (computing, communication) while both run, at least 1."""
-    send: Callable[[float], float] = lambda share: 0.0
-    """Function of a share of a micro-batch's tokens, 0 to 1: seconds to send it to the next stage."""
+    hops: Callable[[float], Hops] = lambda share: Hops()
+    """Function of a share of a micro-batch's tokens, 0 to 1: seconds to send it from stage to stage."""
     budget: float = float("inf")
     """Bytes of a rank that the model may use."""
     images: float = 0.0
@@ -209,17 +210,17 @@ def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, outline: Pl
     through them. Each micro-batch stays between its forward and backward at stage j until it is back from the later
     stages. At most `in_flight` of them stay at a time, so m stays take at least m / in_flight times one stay.
     """
-    m, send = outline.microbatches, choices.by_share(machine.send)
+    m, (hops, busiest) = outline.microbatches, choices.by_share(machine.hops)
     work = counts @ costs.work + 2 * machine.action
     forward = counts @ costs.forward + machine.action
-    number = np.arange(len(counts))[:, None]
     # The first forward of a stage gathers its parameters; the later ones find them gathered.
     first = np.maximum(forward, counts @ costs.sent_early)
-    there = np.cumsum(first, 0) - first + number * send
+    sent = np.concatenate([np.zeros((1, hops.shape[1])), np.cumsum(hops, 0)])
+    there = np.cumsum(first, 0) - first + sent
     slower = first - forward
-    back = np.cumsum(work - forward, 0) - (work - forward) + number * send
+    back = np.cumsum(work - forward, 0) - (work - forward) + sent
     optimizer, once = counts @ costs.optimizer, counts @ costs.waits_once
-    behind = np.cumsum(work[::-1], 0)[::-1] + 2 * (len(counts) - 1 - number) * send
+    behind = np.cumsum(work[::-1], 0)[::-1] + 2 * (sent[-1] - sent)
     alive = np.array(in_flight(outline.pipeline, m), float)[:, None]
     # Waiting after the last backward (`once`, `sent_late`) is not added to `back`: the earlier stages continue with the
     # last micro-batch meanwhile.
@@ -230,8 +231,34 @@ def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, outline: Pl
         there + back + m / alive * behind + optimizer,
         counts @ (m * costs.sent_each + costs.sent_once) + optimizer,
         np.broadcast_to(m * work.sum(0) * machine.speed / machine.lanes, work.shape),
+        np.broadcast_to(m * busiest, work.shape),
     ]
-    return np.asarray(np.max(lower_bounds, axis=(0, 1)))
+    passing = work.sum(0) + 2 * sent[-1] + queueing(outline, hops, work).max(0)
+    return np.asarray(np.maximum(passing, np.max(lower_bounds, axis=(0, 1))))
+
+
+def queueing(outline: PlanOutline, hops: Array, work: Array) -> Array:
+    """Return the seconds that messages between two stages add to the passing of one micro-batch, by hop.
+
+    hops: seconds of a message between two neighbouring stages, [pipeline degree - 1, ...]
+    work: least seconds of a micro-batch in each stage, [pipeline degree, ...]
+
+    Messages are sent one after the other: all m before the last micro-batch passes on; under gpipe again in backward.
+    Under 1f1b a stage starts a forward only after the backward that its neighbour sent, for which the neighbour starts
+    the next but one backward: every two micro-batches take a message each way and the work of both stages.
+    """
+    m, number = outline.microbatches, np.arange(len(hops)).reshape(-1, *(1,) * (hops.ndim - 1))
+    queue = (m - 1) * hops * (2 if outline.pipeline.schedule == "gpipe" else 1)
+    if outline.pipeline.schedule != "1f1b":
+        return queue
+    cycles: Array = rounds(outline)[number] * (2 * hops + work[:-1] + work[1:])
+    return np.maximum(queue, cycles)
+
+
+def rounds(outline: PlanOutline) -> NDArray[np.int64]:
+    """Return how many times 1f1b waits for messages both ways between each stage and the next (`queueing`)."""
+    pp = outline.pipeline.pipeline_degree
+    return np.maximum(0, (outline.microbatches - 1 - pp + np.arange(pp - 1)) // 2 + 1)
 
 
 def _several_stages_a_rank(
@@ -241,8 +268,8 @@ def _several_stages_a_rank(
 
     A rank works on m micro-batches in each of its stages. The last rank begins after the first pp - 1 stages.
     """
-    pipeline, m, send = outline.pipeline, outline.microbatches, choices.by_share(machine.send)
-    pp = pipeline.pipeline_degree
+    pipeline, m, (hops, busiest) = outline.pipeline, outline.microbatches, choices.by_share(machine.hops)
+    pp, late = pipeline.pipeline_degree, counts @ costs.late * pipeline.splits_backward
     places = np.zeros((pp, len(counts)))
     for place in range(pp):
         places[place, list(stages_of_rank(place, pipeline))] = 1
@@ -251,13 +278,14 @@ def _several_stages_a_rank(
     # The last micro-batch also has to go back through these stages. With split backward the last rank can compute
     # gradients of weights meanwhile, so that only the forward there counts.
     before = forward[: pp - 1].sum(0) if pipeline.splits_backward else work[: pp - 1].sum(0)
-    hops = (pp - 1) * (1 if pipeline.splits_backward else 2)
     optimizer = places @ counts @ costs.optimizer
     lower_bounds = [
         m * places @ work + places @ counts @ costs.waits_once + optimizer,
-        np.broadcast_to(before + hops * send + (m * places @ work + optimizer)[-1], optimizer.shape),
+        np.broadcast_to(before + (m * places @ work + optimizer)[-1], optimizer.shape),
         places @ counts @ (m * costs.sent_each + costs.sent_once) + optimizer,
         np.broadcast_to(m * work.sum(0) * machine.speed / machine.lanes, optimizer.shape),
+        np.broadcast_to(m * busiest, optimizer.shape),
+        np.broadcast_to((work - late).sum(0) + 2 * hops.sum(0) + (m - 1) * hops.max(0), optimizer.shape),
     ]
     return np.asarray(np.max(lower_bounds, axis=(0, 1)))
 

@@ -69,7 +69,7 @@ class Expansion:
         self._misfits = MISFITS * self._left
         each = machine.overhead if outline.pipeline.pipeline_degree == 1 else 2 * machine.action
         self._overhead = outline.microbatches * each + machine.norm
-        self._hop = 2 * machine.action + 2 * machine.send(float(choices.token_share.min()))
+        self._hop = 2 * machine.action + 2 * min(machine.hops(float(choices.token_share.min())).each, default=0.0)
         self._tried: set[Plan] = set()
         self._cut = False
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import Hops
 from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
 from vitpar.planner.cost.stage import Load, least_load
 from vitpar.planner.profile.profiles import LayerKind
@@ -69,11 +70,12 @@ class Choices:
         """Share of a batch's images that a rank holds, by strategy."""
         return np.array([1 / row_parts(option.strategy) for option in self.options])
 
-    def by_share(self, seconds: Callable[[float], float]) -> Array:
-        """Return `seconds` of each strategy's share of the tokens, as an array by strategy."""
-        # There are few different shares, and `seconds` is slow compared with an array operation.
+    def by_share(self, hops: Callable[[float], Hops]) -> tuple[Array, Array]:
+        """Return the fields of `hops` of each strategy's share of tokens, as arrays by strategy."""
+        # There are few different shares, and `hops` is slow compared with an array operation.
         shares, inverse = np.unique(self.token_share, return_inverse=True)
-        return np.array([seconds(float(share)) for share in shares])[inverse]
+        every = [hops(float(share)) for share in shares]
+        return np.array([one.each for one in every])[inverse].T, np.array([one.busiest for one in every])[inverse]
 
 
 MISFIT = Load(waits=1e15, sent_each=1e15, kept=1e30)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vitpar.planner.search.bounds import Costs, Machine, PlanOutline, in_flight
+from vitpar.planner.search.bounds import Costs, Machine, PlanOutline, in_flight, queueing, rounds
 from vitpar.planner.search.options import Array, Choices
 from vitpar.planner.search.sections import Sections
 from vitpar.strategy import SCHEDULES
@@ -124,8 +124,15 @@ def _pipelined_sums(
     """
     pipeline, m = outline.pipeline, outline.microbatches
     pp, stages, schedule = pipeline.pipeline_degree, pipeline.num_stages, SCHEDULES[pipeline.schedule]
-    send = machine.send(float(choices.token_share.min()))
+    hops = machine.hops(float(choices.token_share.min()))
     optimizer, actions = costs.optimizer / pp, 2 * machine.action
+    sent = np.array(hops.each)
+    block = costs.work[1:-1].min() + actions
+    queue = (
+        float(queueing(outline, sent, np.full(stages, block)).max())
+        if schedule.stages == "one"
+        else (m - 1) * max(sent)
+    )
     late = costs.late if schedule.splits_backward else 0.0
     one = schedule.stages == "one"
     late_sent, early = (costs.sent_late, costs.sent_early) if one else (0.0, 0.0)
@@ -136,25 +143,29 @@ def _pipelined_sums(
         (((m - 1) * costs.work + costs.forward + late_sent) / pp + optimizer, (m - 1) * actions * stages / pp),
         ((m * costs.work - costs.forward + early + costs.waits_once) / pp + optimizer, 0.0),
         (costs.work - late - costs.forward + early + optimizer, 0.0),
-        (costs.work - late + optimizer, actions * stages + 2 * (stages - 1) * send),
+        (costs.work - late + optimizer, actions * stages + 2 * sent.sum() + queue),
+        (0.0 * optimizer, m * hops.busiest),
         (m * costs.work * machine.speed / machine.lanes, m * actions * stages * machine.speed / machine.lanes),
     ]
     if schedule.stages == "one":
         # Stage j gives: step >= w_0 + … + w_(j-1) + m·w_j. These weights sum to 1, and in the weighted mean each w_i
         # has the same factor `every`.
         every = 1 / (1 - (1 - 1 / m) ** pp)
-        weights = [every / m * (1 - 1 / m) ** (pp - 1 - j) for j in range(pp)]
-        sends = sum(2 * j * weight for j, weight in enumerate(weights)) * send
+        weights = every / m * (1 - 1 / m) ** (pp - 1 - np.arange(pp))
+        sends = 2 * float(weights @ np.concatenate([[0.0], np.cumsum(sent)]))
         sums.append((every * costs.work, every * actions * stages + sends))
+        if pipeline.schedule == "1f1b":
+            # The cycle of two stages (`queueing`) with the work of all other stages, each counted equally.
+            every = 2 * int(rounds(outline)[0])
+            sums.append((every * costs.work / pp, every * (actions + 2 * max(sent) / pp)))
         alive = in_flight(pipeline, m)[0]
-        sums.append((m / alive * costs.work + optimizer, m / alive * (actions * stages + 2 * (pp - 1) * send)))
+        sums.append((m / alive * costs.work + optimizer, m / alive * (actions * stages + 2 * sent.sum())))
     elif sections.alike:
         least = sections.depth // stages / sections.depth
-        hops = (pp - 1) * (1 if schedule.splits_backward else 2)
         before = costs.forward if schedule.splits_backward else costs.work
         blocks = least * ((pp - 1) * before + m * pipeline.virtual_stages * costs.work)
         blocks[[0, 2]] = 0.0
-        sums.append((blocks, hops * send))
+        sums.append((blocks, 0.0))
     return sums
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import Memory
-from vitpar.planner.cost.price import Price
+from vitpar.planner.cost.price import Hops, Price
 from vitpar.planner.search.best import ROUNDING, Search
 from vitpar.planner.search.bounds import Machine, PlanOutline
 from vitpar.planner.search.options import Array, Choices, Load, Option
@@ -220,7 +220,8 @@ class UnderItsModel(Search):
     def machine(self, outline: PlanOutline, budget: float) -> Machine:
         # With one type of layers the cost model counts memory outside the layers on every stage, vitpar's search only
         # on the first.
-        return Machine(lanes=GPUS, budget=budget * (1 + ROUNDING))
+        hops = Hops((0.0,) * (outline.pipeline.num_stages - 1))
+        return Machine(lanes=GPUS, budget=budget * (1 + ROUNDING), hops=lambda share: hops)
 
     def _uniform_options(self, outline: PlanOutline) -> Choices:
         return self.options(outline)

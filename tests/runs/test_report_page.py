@@ -196,6 +196,10 @@ def test_the_plan_is_drawn(mesh: str, microbatches: int | None, expected: str, t
 def test_states_and_waits_follow_from_the_files(tmp_path: Path) -> None:
     for state, end in {"complete": "done", "stopped": "stopped", "failed": "error"}.items():
         assert RunRecord(write_run(tmp_path / state, [], events=[start("dp2", 60), event(end)])).state == state
+    old = write_run(tmp_path / "old", [train_row(1)], events=[])  # of a vitpar that wrote no events
+    assert RunRecord(old).state == "failed" and "wrote no events" in RunRecord(old).note
+    (old / "weights").mkdir()
+    assert RunRecord(old).state == "complete" and "wrote no events" in page_of(old)[0].text
     run = write_run(tmp_path / "open", [], events=[start("dp2", 60)])
     assert RunRecord(run).state == "failed" and "killed" in RunRecord(run).note
     with (run / "log.txt").open("a") as held:

@@ -46,7 +46,7 @@ class RunEvents:
     """Events of a run."""
 
     starts: list[RunStart] = field(default_factory=list)
-    """Starts, the oldest first."""
+    """Starts, the oldest first; none for a run of a vitpar that wrote no events."""
     saves: list[int] = field(default_factory=list)
     """Steps at which checkpoints were saved."""
     end: str = ""

@@ -123,7 +123,7 @@ class RunRecord:
         """State of the run."""
         if self.events.end == "stopped":
             return "stopped"
-        if self.events.end == "done":
+        if self.events.end == "done" or (not self.events.starts and (self.path / "weights").is_dir()):
             return "complete"
         return "running" if self.events.end == "" and is_locked(self.path / LOG) else "failed"
 
@@ -145,6 +145,8 @@ class RunRecord:
         events = self.events
         if events.end in ("error", "stopped"):
             return events.words
+        if not events.starts and self.metrics.steps:
+            return "an earlier vitpar trained it, which wrote no events: its restarts, saves and warnings are unknown"
         if self.state == "failed":
             return "it ended without a message: was it killed?"
         return events.warning
@@ -183,7 +185,7 @@ class RunRecord:
     @property
     def commands(self) -> dict[int, str]:
         """Commands that started and resumed the run, by the steps done before; none if it was started from Python."""
-        found = self.environment.get("commands")
+        found = self.environment.get("commands", [[0, self.environment.get("command")]])
         pairs = [pair for pair in found if isinstance(pair, list) and len(pair) == 2] if isinstance(found, list) else []
         return {
             after: shlex.join(["vitpar", *map(str, words[1:])])

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage
-from vitpar.data.shards.manifest import Manifest, SplitEntry
+from vitpar.data.shards.manifest import TOKENS, Manifest, SplitEntry
 from vitpar.data.shards.shard_set import DAMAGED, ShardSet
 from vitpar.data.text.section import Specials, TextSection
 from vitpar.data.text.tokenizer import Tokenizer, load_tokenizer
@@ -52,6 +52,11 @@ class TextSet(ShardSet):
         if manifest.text is None:
             raise DataError(
                 f"'{folder}' holds images, but text is needed: pack text with `vitpar data pack SRC DST --tokens N`"
+            )
+        if not all(shard.file.endswith(TOKENS) for shard in entry.shards):
+            raise DataError(
+                f"'{folder}' holds text of a former format: pack it again with `vitpar data pack SOURCE {folder} "
+                f"--tokens {manifest.text.tokens} --overwrite`"
             )
 
     @cached_property

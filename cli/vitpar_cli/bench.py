@@ -91,7 +91,7 @@ def bench(
     if images is not None and trained.INPUT == "images":
         check_images(merged, config.image_size, images)
     chosen = choose_plan(merged, config, device_type)
-    refuse_misfits(merged, config, chosen.plan, images)
+    refuse_misfits(trained, merged, config, chosen.plan, images)
     if images is not None:
         refuse_streamed_targets(merged, trained, config, chosen.plan)
     if profile is not None:

@@ -81,7 +81,7 @@ def check(
     config = merged.config(checked.outputs, checked.model_options)
     checked.refuse_model(config)
     chosen = choose_plan(merged, config, device_type)
-    refuse_misfits(merged, config, chosen.plan, None)
+    refuse_misfits(checked, merged, config, chosen.plan, None)
     run_in_world(chosen.plan.world_size, device_type, _check, merged, config, checked, chosen, tolerance, as_json)
 
 

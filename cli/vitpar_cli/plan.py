@@ -10,6 +10,7 @@ from vitpar.errors import PlannerError, StrategyError
 from vitpar.launch.resources import choose_device
 from vitpar.recipe.machine import replace_auto_precision
 from vitpar.recipe.request import RecipeRequest
+from vitpar.tasks import task_of
 from vitpar.tasks.data import model_of
 from vitpar.text import count, shown
 from vitpar.training.prepare import refuse_misfits
@@ -82,7 +83,9 @@ def plan(
         chosen = merged.chosen(config, lambda plan: plan.resolve(ranks))
         made = chosen.plan
         warn(chosen.because)
-    refuse_misfits(merged, config, made, None)
+    # Without a task any model may be planned, such as one for another task than the default.
+    task = task_of(merged, config.num_classes) if "name" in merged.task.model_fields_set else None
+    refuse_misfits(task, merged, config, made, None)
     from vitpar.planner.describe import summarize
     from vitpar.planner.modules import layer_modules
     from vitpar.strategy.plan_json import write_plan

@@ -92,6 +92,7 @@ def bench(
     feed: Feed = Synthetic(source) if images is None else Loaded(source, images)
     runner = StepRunner(trained)
     warm_up = runner.warm_up(feed, settings.warm_up, report)
+    start = {part: runner.most(took) for part, took in start.items()} | {"first_step": warm_up["first"]}
     memory = int(runner.most(memory_bytes(device)))
     synthetic = feed if images is None else Synthetic(source)
     seconds: list[float] = []
@@ -135,7 +136,7 @@ def bench(
         "attention": attention.backend,
         "device": device.type,
         "device_name": device_name(device),
-        "start_seconds": start | {"first_step": warm_up["first"]},
+        "start_seconds": start,
         "warm_up": warm_up,
         "steps": settings.steps,
         "step_seconds": repeated(seconds),

@@ -102,12 +102,7 @@ lint: $(READY)   ## Style, spelling, language and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/codespell && $(BIN)/python experiments/lint_language.py && $(BIN)/mypy
 
 docs: $(READY)   ## Generate pages of docs/ from the source, and build the documentation site into site/
-	$(BIN)/python -m vitpar.strategy.support > docs/support.md
-	$(BIN)/python -c 'from vitpar.recipe.defaults import markdown; print(markdown(), end="")' > docs/defaults.md
-	$(BIN)/python -c 'from vitpar.recipe.reference import markdown; print(markdown(), end="")' > docs/settings.md
-	$(BIN)/python -c 'from vitpar.planner.recipe_page import markdown; print(markdown(), end="")' > docs/recipes.md
-	$(BIN)/python experiments/commands_page.py > docs/commands.md
-	$(BIN)/python experiments/architecture.py > docs/architecture.md
+	$(BIN)/python experiments/write_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(READY)  ## Compare speed and memory with hand-written PyTorch, and pipelines with theory

@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> int:
 
 def environment(site: Path) -> None:
     """Install the bundle's wheels into the folder `site`, and let programs find them and this checkout."""
-    wheels = [str(path) for path in (BUNDLE / "wheels").glob("*.whl")]
+    wheels = [str(path) for path in BUNDLE.glob("*/*.whl")]
     if wheels:
         words = ("install", "-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--target", str(site))
         done = subprocess.run([sys.executable, "-m", "pip", *words, *wheels], capture_output=True, text=True)

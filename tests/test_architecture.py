@@ -1,11 +1,12 @@
-"""Imports between packages go downwards only, and docs/architecture.md matches the source."""
+"""Imports between packages go downwards only, and the pages of docs/ that come from the source match it."""
 
 import re
 
 import pytest
 
-import architecture
 from helpers.paths import ROOT
+from pages import architecture
+from write_pages import PAGES
 
 
 def test_no_import_goes_upwards_or_in_a_cycle() -> None:
@@ -40,13 +41,6 @@ def test_import_cycles_are_found() -> None:
     assert architecture.cycles(graph) == ["a imports b imports c imports a"]
 
 
-def test_architecture_page_is_up_to_date() -> None:
-    assert (ROOT / "docs/architecture.md").read_text() == architecture.page(), "write it with `make docs`"
-
-
-def test_walks_name_existing_files_and_symbols() -> None:
-    assert architecture.lost() == []
-    steps = (("strategy/plan.py", "Plan", ""), ("strategy/plan.py", "Plam", ""), ("strategy/plain.py", "Plan", ""))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(architecture, "WALKS", {"far": (2, steps)})
-        assert len(architecture.lost()) == 3, "too long, no such name, no such file"
+@pytest.mark.parametrize("name", PAGES)
+def test_page_is_up_to_date(name: str) -> None:
+    assert (ROOT / "docs" / f"{name}.md").read_text() == PAGES[name](), "write it with `make docs`"

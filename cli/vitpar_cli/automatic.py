@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,14 +30,13 @@ from vitpar.launch.world import Device
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.sections import AUTO
-from vitpar.sizes import parse_size
 from vitpar.strategy import SCHEDULES, parse
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.terminal import complain
 from vitpar.text import shown, size
 from vitpar.training.ranks import choose_plan, default_ranks, resolve
 from vitpar_cli.outputs import origin
-from vitpar_cli.profiled import PROFILES, matches, with_held
+from vitpar_cli.profiled import PROFILES, MachineOptions, estimated, matches, measured, with_held
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -50,16 +49,10 @@ if TYPE_CHECKING:
 class PlanChooser:
     """Choice of the plan of `vitpar train`, with the options that only `--mesh auto` uses."""
 
-    memory: str | None = None
-    """Maximum memory of a rank, such as 40GB; 90 % of the device's memory if None."""
-    ranks: int | None = None
+    machine: MachineOptions
+    """Cluster or profiles, which are measured if they are not there, and memory limit."""
+    ranks: int | None
     """Number of ranks; if None, all GPUs, or one rank per CPU core."""
-    cluster: str | None = None
-    """Cluster whose data sheet replaces profiles, such as 8xH100; None for profiles."""
-    hardware: Path | None = None
-    """Hardware profile to read; found or measured if None."""
-    model_profile: Path | None = None
-    """Model profile to read; found or measured if None."""
     quiet: bool = False
     """Whether to print only progress."""
     store: Store | None = None
@@ -87,8 +80,8 @@ class PlanChooser:
 
     def _refuse_beside(self, mesh: str) -> None:
         """Raise PlannerError if an option is given although the user named a mesh."""
-        for name in ("memory", "ranks", "cluster", "hardware", "model_profile"):
-            if getattr(self, name) is not None:
+        for name, value in {**asdict(self.machine), "ranks": self.ranks}.items():
+            if value is not None:
                 option = f"--{name.replace('_', '-')}"
                 raise PlannerError(f"{option} requires --mesh {AUTO}, but the mesh is '{shown(mesh)}': leave one out")
 
@@ -129,20 +122,16 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     """
     from vitpar.planner.automatic import make_search, run_search
     from vitpar.planner.report.data import plan_record, search_record, speed_words
-    from vitpar.planner.sources import estimated_costs, planned_teacher, usual_budget
     from vitpar.planner.training_time import training_length, training_time
     from vitpar.training.optim.state_memory import moments
     from vitpar_cli.search_view import SearchProgress, show_choice
 
     train, parallel = recipe.train, recipe.parallel
-    budget = None if options.memory is None else parse_size(options.memory)
-    if options.cluster is None:
-        costs = _profiled(recipe, config, device, ranks, options)
-    elif options.hardware or options.model_profile:
-        raise PlannerError("both --cluster and a profile are given: give one of the two")
+    machine = options.machine
+    if machine.cluster is None:
+        costs = _profiled(recipe, config, device, ranks, machine)
     else:
-        of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
-        costs = estimated_costs(config, options.cluster, *of_recipe, planned_teacher(recipe, config))
+        costs = estimated(recipe, config, machine.cluster, ranks)
     searching = make_search(
         with_held(costs, recipe),
         (train.batch_size,),
@@ -151,7 +140,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
         microbatches=None if parallel.microbatches is None else (parallel.microbatches,),
         schedules=(parallel.schedule,) if "schedule" in parallel.model_fields_set else tuple(SCHEDULES),
     )
-    limit = budget or usual_budget(costs)
+    limit = machine.budget(costs)
     with SearchProgress() as progress:
         result = run_search(searching, limit, progress)
     best = result.plans[0]
@@ -163,38 +152,34 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     return Chosen(plan, f"the plan was searched, predicted: {words}")
 
 
-def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, options: PlanChooser) -> LayerCosts:
+def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, given: MachineOptions) -> LayerCosts:
     """Return costs from profiles.
 
-    Profiles are those named by options, else matching ones in the current folder or PROFILES, else new measurements.
+    Profiles are those given, else matching ones in the current folder or PROFILES, else new measurements.
     """
     import torch
 
     from vitpar.models import config_to_json
     from vitpar.planner.measure.device import device_name
     from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
-    from vitpar.planner.sources import NO_COSTS, planned_teacher, profiled_costs
+    from vitpar.planner.sources import NO_COSTS
 
     name = device_name(torch.device(device))
 
     def is_here(path: Path) -> bool:
-        measured = Hardware.read(path)
-        return (measured.ranks, measured.device, measured.device_name) == (ranks, device, name)
+        there = Hardware.read(path)
+        return (there.ranks, there.device, there.device_name) == (ranks, device, name)
 
     def costs(path: Path) -> LayerCosts:
-        t = recipe.train
-        return profiled_costs(
-            *(lambda _: config, t.precision, t.compile, machine, path, recipe.frozen, t.fp8_min_features),
-            teacher=lambda config: planned_teacher(recipe, config),
-        )
+        return measured(recipe, lambda _: config, machine, path)
 
     def fits(path: Path) -> bool:
         return costs(path) is not None
 
-    for named, profile in ((options.hardware, Hardware), (options.model_profile, ModelProfile)):
+    for named, profile in ((given.hardware, Hardware), (given.model_profile, ModelProfile)):
         if named is not None:
             profile.read(named)  # fail before minutes of measuring
-    machine = options.hardware or _find_or_measure(
+    machine = given.hardware or _find_or_measure(
         (HARDWARE, PROFILES / f"hardware-{_slug(name)}-{ranks}.json"),
         is_here,
         "this machine",
@@ -211,7 +196,7 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, o
         words = ["--recipe", str(file), "--num-classes", str(config.num_classes), "--ranks", str(ranks)]
         for option, own in (("--model", recipe.model.name), ("--task", recipe.task.name)):
             words += [option, own] if ".py:" in own else []
-        model = options.model_profile or _find_or_measure(
+        model = given.model_profile or _find_or_measure(
             (MODEL, PROFILES / f"{_slug(config.name)}-{train.precision}-{ranks}-{digest}.json"),
             fits,
             f"{config.name} in {train.precision}",

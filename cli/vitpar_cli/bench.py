@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from vitpar.launch.resources import choose_device
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import on_device
 from vitpar.recipe.recipe import Chosen
-from vitpar.recipe.request import classes_of
+from vitpar.recipe.request import RecipeRequest, classes_of
 from vitpar.tasks import Task, task_of
 from vitpar.training.ranks import choose_plan
 from vitpar_cli import recipe_options as o
@@ -29,26 +30,20 @@ CLASSES = 10
 """Default number of classes if no data is read."""
 
 
+@o.shared(
+    asked=o.recipe(
+        *("recipe", "assignments", "mesh", "model", "task", "data", "batch_size", *o.LAYOUT),
+        *("precision", "compile_blocks"),
+    )
+)
 def bench(
-    mesh: o.Mesh = None,
-    recipe: o.RecipeFile = None,
-    data: o.DataDir = None,
+    asked: RecipeRequest,
     synthetic: bool = typer.Option(
         False, "--synthetic", help="Use random samples.  \\[default: without --recipe and --data]"
     ),
-    model: o.ModelName = None,
-    task: o.TaskName = None,
     num_classes: int | None = typer.Option(
         None, "--num-classes", min=2, help="Number of classes without data.  \\[default: 10]"
     ),
-    batch_size: o.BatchSize = None,
-    microbatches: o.Microbatches = None,
-    microbatch_size: o.MicrobatchSize = None,
-    schedule: o.Schedule = None,
-    virtual_stages: o.VirtualStages = None,
-    split: o.Split = None,
-    precision: o.Precision = None,
-    compile_blocks: o.Compile = None,
     steps: int = typer.Option(10, "--steps", min=1, help="Steps per repeat."),
     repeats: int = typer.Option(5, "--repeats", min=1, help="Timed repeats of --steps steps."),
     warmup: int | None = typer.Option(
@@ -59,7 +54,6 @@ def bench(
     ),
     device: o.DeviceName = None,
     as_json: o.AsJson = False,
-    assignments: o.Assignments = None,
 ) -> None:
     """Measure the speed of training: samples per second, MFU, memory, the cost of input, and each phase of a step.
 
@@ -68,19 +62,21 @@ def bench(
 
     Example: vitpar bench --mesh pp2xtp2xdp2 --recipe digits
     """
+    begun = time.time()
+    data = asked.value("data.path")
     if synthetic and data is not None:
         raise RecipeError(f"both --synthetic and --data {data} are given: keep one")
-    reads = not synthetic and (recipe is not None or data is not None)
+    reads = not synthetic and (asked.path is not None or data is not None)
     if reads and num_classes is not None:
         raise RecipeError(
             f"--num-classes {num_classes} does nothing with data, which has its own classes: leave it out"
         )
     # A recipe must have a length, although a benchmark does not use it.
-    asked = o.request(bench, locals(), {"train.steps": 1})
+    asked |= {"train.steps": 1}
     asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
     from vitpar.tasks.data import open_split
     from vitpar.tasks.image_data import check_images, refuse_streamed_targets
-    from vitpar.training.prepare import refuse_teacher
+    from vitpar.training.prepare import refuse_misfits
 
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)
@@ -95,7 +91,7 @@ def bench(
     if images is not None and trained.INPUT == "images":
         check_images(merged, config.image_size, images)
     chosen = choose_plan(merged, config, device_type)
-    refuse_teacher(merged, config, chosen.plan, images)
+    refuse_misfits(trained, merged, config, chosen.plan, images)
     if images is not None:
         refuse_streamed_targets(merged, trained, config, chosen.plan)
     if profile is not None:
@@ -103,7 +99,7 @@ def bench(
     length = steps, repeats, warmup
     run_in_world(
         *(chosen.plan.world_size, device_type, _bench),
-        *(merged, config, trained, chosen, images, length, profile, as_json),
+        *(merged, config, trained, chosen, images, length, begun, profile, as_json),
     )
 
 
@@ -115,12 +111,14 @@ def _bench(
     chosen: Chosen,
     images: "ImageSet | None",
     length: tuple[int, int, int | None],
+    begun: float,
     traces: Path | None,
     as_json: bool,
 ) -> int:
     """Run the benchmark on the rank of `device`, and return the exit code.
 
     length: fields of ``vitpar.bench.Settings``.
+    begun: when the command began, in seconds since the epoch.
     """
     import torch.distributed as dist
 
@@ -131,7 +129,9 @@ def _bench(
 
     facts = recipe, config, chosen.plan, device
     with explain_memory(*facts), Status(shown=dist.get_rank() == 0) as status:
-        benchmark = measure(*facts, images, Settings(*length), task=task, traces=traces, report=status.tell)
+        benchmark = measure(
+            *facts, images, Settings(*length), task=task, begun=begun, traces=traces, report=status.tell
+        )
     if dist.get_rank() == 0:
         warn(chosen.because, *benchmark["warnings"])
         typer.echo(json.dumps(benchmark)) if as_json else show(benchmark, config, chosen.plan, traces)

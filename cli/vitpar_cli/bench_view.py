@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from vitpar.strategy import Plan, batch_arithmetic
 from vitpar.text import count, size
-from vitpar_cli.outputs import data_table
+from vitpar_cli.outputs import data_table, facts_table
 from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
 
 if TYPE_CHECKING:
@@ -24,8 +23,8 @@ Numbers = dict[str, Any]
 """Part of a result of ``vitpar.bench.bench``."""
 PLAIN_WIDTH = 100
 """Width of the output in columns if there is no terminal."""
-NAMES = 12
-"""Columns of the names before values."""
+NAMES = 10
+"""Columns of the names of values."""
 KERNELS = 12
 """Maximum number of kernels that are shown."""
 FIGURES = 54
@@ -44,7 +43,8 @@ def show(benchmark: Numbers, config: ModelConfig, plan: Plan, traces: Path | Non
     if not console.is_terminal:
         console = Console(highlight=False, width=PLAIN_WIDTH)
     for rows in (_ran(benchmark, config, plan), _reached(benchmark, config.sample)):
-        _print(console, rows)
+        console.print(facts_table(rows, NAMES))
+        console.print()
     console.print(_phases(benchmark))
     if benchmark["kernels"] is not None:
         console.print(_kernels(benchmark["kernels"], benchmark["device"], console.width))
@@ -71,8 +71,9 @@ def _ran(benchmark: Numbers, config: ModelConfig, plan: Plan) -> Iterator[tuple[
     data, warm = benchmark["data"], benchmark["warm_up"]
     yield "input", data["name"] if data else f"synthetic: random {config.sample}s on the device"
     steady = "" if warm["steady"] else "; not steady yet"
-    words = f"{count(warm['steps'], 'step')}, the first took {warm['first']:.1f} s{steady}"
-    yield "warm-up", words
+    yield "warm-up", f"{count(warm['steps'], 'step')}{steady}"
+    parts = (f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in benchmark["start_seconds"].items())
+    yield "start", ", ".join(parts)
 
 
 def _reached(benchmark: Numbers, sample: str) -> Iterator[tuple[str, str]]:
@@ -138,15 +139,6 @@ def _kernels(kernels: list[Numbers], device: str, width: int) -> Table:
         seconds, share = (sum(kernel[key] for kernel in rest) for key in ("seconds", "share"))
         table.add_row(f"… {len(rest)} more", _milliseconds(seconds), percent(share))
     return table
-
-
-def _print(console: Console, rows: Iterator[tuple[str, str]]) -> None:
-    """Print names and values; wrap long values below themselves."""
-    for name, value in rows:
-        lines = textwrap.wrap(value, console.width - NAMES, break_on_hyphens=False)
-        for number, line in enumerate(lines):
-            console.print(Text.assemble((f"{'' if number else name:<{NAMES}}", "bold"), line), soft_wrap=True)
-    console.print()
 
 
 def _ms(seconds: Numbers) -> str:

@@ -27,10 +27,10 @@ def board(
 
 def serve_pages(runs: Path | list[Path], port: int) -> None:
     """Serve the board of a folder, or the report of runs, until Ctrl-C."""
-    from vitpar.runs.live import serve
+    from vitpar.runs.live import LiveReport
     from vitpar.runs.pages.plotly import library
 
     library()  # refuses to work without it
-    with serve(runs, port, origin_words(origin())) as server:
+    with LiveReport(runs, port, origin_words(origin())) as server:
         typer.echo(f"serving    {server.url}  (Ctrl-C ends it)")
         server.run()

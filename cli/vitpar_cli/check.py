@@ -1,8 +1,7 @@
 """`vitpar check`: compare training under a plan with training in one process."""
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -10,7 +9,7 @@ from vitpar.launch.resources import choose_device
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import on_device
 from vitpar.recipe.recipe import Chosen, first_that_fits
-from vitpar.recipe.request import classes_of
+from vitpar.recipe.request import RecipeRequest, classes_of
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import schedule_objection, smallest_microbatch
 from vitpar.tasks import Task, task_class, task_of
@@ -33,16 +32,15 @@ ROWS_SHOWN = {True: 1, False: 4}
 """Rows of the table that are printed for each quantity, by whether the check has passed."""
 
 
+@o.shared(
+    asked=o.recipe(
+        *("recipe", "assignments", "mesh", "model", "task", "batch_size", *o.LAYOUT, "precision", "compile_blocks"),
+        recipe="TOML recipe whose training is checked.  \\[default: a tiny ViT with all features on]",
+        batch_size="Images per step over all ranks.  \\[default: the smallest from 16 that the plan allows]",
+    )
+)
 def check(
-    mesh: o.Mesh = None,
-    recipe: Path | None = typer.Option(
-        None,
-        "--recipe",
-        metavar="FILE",
-        help="TOML recipe whose training is checked.  \\[default: a tiny ViT with all features on]",
-    ),
-    model: o.ModelName = None,
-    task: o.TaskName = None,
+    asked: RecipeRequest,
     num_classes: int | None = typer.Option(
         None,
         "--num-classes",
@@ -50,28 +48,11 @@ def check(
         help="Classes of the model; tokens of the vocabulary for mlm and span.  "
         f"\\[default: the data's, or {CLASSES}, or {VOCABULARY} tokens]",
     ),
-    batch_size: Annotated[
-        int | None,
-        o.setting(
-            "train.batch_size",
-            "--batch-size",
-            min=1,
-            help="Images per step over all ranks.  \\[default: the smallest from 16 that the plan allows]",
-        ),
-    ] = None,
-    microbatches: o.Microbatches = None,
-    microbatch_size: o.MicrobatchSize = None,
-    schedule: o.Schedule = None,
-    virtual_stages: o.VirtualStages = None,
-    split: o.Split = None,
-    precision: o.Precision = None,
-    compile_blocks: o.Compile = None,
     tolerance: float | None = typer.Option(
         None, "--tolerance", help="Allowed relative error.  \\[default: a multiple of each tensor's rounding noise]"
     ),
     device: o.DeviceName = None,
     as_json: o.AsJson = False,
-    assignments: o.Assignments = None,
 ) -> None:
     """Prove that a plan does not change the training.
 
@@ -84,15 +65,14 @@ def check(
 
     Example: vitpar check --mesh pp2xtp2xdp2
     """
-    asked = o.request(check, locals())
     asked.refuse_idle("a check")
     from vitpar.check import recipe_to_check
-    from vitpar.training.prepare import refuse_teacher
+    from vitpar.training.prepare import refuse_misfits
 
-    merged = asked.read() if recipe else recipe_to_check(asked.given, asked.assignments)
+    merged = asked.read() if asked.path else recipe_to_check(asked.given, asked.assignments)
     device_type = choose_device(device)
     parts = first_that_fits(merged.requested_plans(), lambda plan: resolve(plan, device_type)).plan
-    named = batch_size or "train.batch_size" in asked.assigned
+    named = asked.value("train.batch_size") or "train.batch_size" in asked.assigned
     size = merged.train.batch_size if named else _batch_that_divides(parts)
     merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
     merged = on_device(merged, device_type)
@@ -101,7 +81,7 @@ def check(
     config = merged.config(checked.outputs, checked.model_options)
     checked.refuse_model(config)
     chosen = choose_plan(merged, config, device_type)
-    refuse_teacher(merged, config, chosen.plan, None)
+    refuse_misfits(checked, merged, config, chosen.plan, None)
     run_in_world(chosen.plan.world_size, device_type, _check, merged, config, checked, chosen, tolerance, as_json)
 
 
@@ -117,7 +97,7 @@ def _check(
     """Run the check on the rank of `device`, and return the exit code."""
     import torch.distributed as dist
 
-    from vitpar.check.plan import compare_with_one_process
+    from vitpar.check import check_plan
     from vitpar.parallel.attention import choose_attention
     from vitpar.parallel.compiling import choose_compiling
     from vitpar.parallel.precision import resolve_precision
@@ -125,7 +105,7 @@ def _check(
     t, plan = recipe.train, chosen.plan
     choose_attention(t.attention, config, plan, t.batch_size, resolve_precision(t.precision), device)
     compiling = choose_compiling(t.compile, plan, t.precision, device)
-    result = compare_with_one_process(recipe, config, plan, device, task, tolerance=tolerance)
+    result = check_plan(recipe, config, plan, device, task, tolerance=tolerance)
     if dist.get_rank() == 0:
         warn(chosen.because, compiling.because and f"blocks are not compiled: {compiling.because}")
         typer.echo(json.dumps(result.to_json())) if as_json else _print(result)

@@ -7,9 +7,8 @@ from typing import Any
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 
-from vitpar_cli.outputs import print_words
+from vitpar_cli.outputs import facts_table, print_words
 
 COLOURS = {"error": "red", "warning": "yellow"}
 """Colour of messages by severity."""
@@ -29,11 +28,7 @@ def doctor(json_: bool = typer.Option(False, "--json", help="Print the findings 
         print(json.dumps(report | {"problems": listed}, indent=2))
     else:
         console = Console()
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-        table.add_column(style="bold")
-        for name, value in _rows(report):
-            table.add_row(name, value)
-        console.print(table)
+        console.print(facts_table(_rows(report)))
         for severity, message in messages:
             print_words(console, f"{severity}: {message}", COLOURS[severity])
         if not messages:

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from vitpar.training.prediction_file import PredictionFile
 
 
+@o.shared(asked=o.recipe("assignments", "batch_size", "precision", "own_model", "own_task"))
 def evaluate(
+    asked: RecipeRequest,
     checkpoint: o.CheckpointDir,
     data: list[Path] | None = typer.Option(
         None,
@@ -45,13 +47,8 @@ def evaluate(
         help="Write a row for each image: its label, and what the model predicts.",
     ),
     mesh: str = typer.Option("dp1", "--mesh", metavar="STRATEGY", help="Mesh to evaluate under."),
-    batch_size: o.BatchSize = None,
-    precision: o.Precision = None,
     device: o.DeviceName = None,
-    model: o.OwnModel = None,
-    task: o.OwnTask = None,
     as_json: o.AsJson = False,
-    assignments: o.Assignments = None,
 ) -> None:
     """Evaluate saved weights on a complete split of data sets, under any mesh, independent of the training mesh.
 
@@ -65,9 +62,9 @@ def evaluate(
     Example: vitpar eval --checkpoint runs/mine --data data_shards/one --data data_shards/two --predictions all.parquet
     """
     named = data or []
-    for path in named[1:]:
+    for path in named:
         RecipeRequest(given={"data.path": str(path)}).refuse_early()
-    asked = o.request(evaluate, locals(), {"data.path": str(named[0])} if named else {})
+    asked |= {"data.path": str(named[0])} if named else {}
     if len({path.resolve() for path in named}) < len(named):
         raise DataError("--data names a data set twice: keep one")
     refuse_unwritable(predictions)

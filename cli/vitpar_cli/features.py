@@ -7,31 +7,30 @@ from typing import Annotated
 import typer
 
 from vitpar.errors import DataError
-from vitpar.recipe.request import NO_DATA
+from vitpar.recipe.request import NO_DATA, RecipeRequest
 from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import local_weights, progress_bar, refuse_unwritable, report_bad
 from vitpar_cli.predict import AtOnce
 
 
+@o.shared(
+    asked=o.recipe(
+        *("assignments", "data", "precision", "own_model", "own_task"),
+        data="Packed data, instead of image files.",
+    )
+)
 def features(
+    asked: RecipeRequest,
     checkpoint: o.CheckpointDir,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Parquet file to write.")],
     images: list[Path] | None = typer.Argument(
         None, metavar="[IMAGE...]", help="Image files; a folder stands for all images in it and its subfolders."
     ),
-    data: Annotated[
-        Path | None,
-        o.setting("data.path", "--data", to=str, metavar="DIR", help="Packed data, instead of image files."),
-    ] = None,
     split: str = typer.Option("val", "--data-split", help="Split of --data: val or train."),
     batch_size: AtOnce = None,
-    precision: o.Precision = None,
     device: o.DeviceName = None,
-    model: o.OwnModel = None,
-    task: o.OwnTask = None,
     as_json: o.AsJson = False,
-    assignments: o.Assignments = None,
 ) -> None:
     """Write the features of images to a Parquet file, on one device.
 
@@ -41,7 +40,8 @@ def features(
 
     Example: vitpar features --data data_shards/mine --data-split train --checkpoint runs/mine --out train.parquet
     """
-    asked = o.request(features, locals()) | (NO_DATA if images else {})
+    data = asked.value("data.path")
+    asked |= NO_DATA if images else {}
     from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
     from vitpar.data.shards.shard_set import ShardSet
     from vitpar.tasks.image_data import open_split

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vitpar.errors import RecipeError
+from vitpar.recipe.request import RecipeRequest
 from vitpar.sizes import parse_size
 from vitpar.terminal import say
 from vitpar_cli import recipe_options as o
@@ -24,27 +25,27 @@ app = typer.Typer(
 
 
 @app.command("import")
+@o.shared(asked=o.recipe("assignments", "model"))
 def import_command(
+    asked: RecipeRequest,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Galvatron's JSON, with pp_deg and tp_sizes_enc.")],
     world_size: Annotated[int, typer.Option("--world-size", min=1, help="Number of ranks, which is not in the file.")],
-    model: o.ModelName = None,
     out: Path | None = typer.Option(None, "--out", metavar="PLAN", help="Write the plan as JSON, for --mesh."),
-    assignments: o.Assignments = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Convert a strategy file of Galvatron to a plan. The file of a T5 needs --model.
 
     Example: vitpar galvatron import plan_23GB.json --world-size 4 --out plan.json
     """
-    request = o.request(import_command, locals())
     from vitpar.strategy.galvatron import read_galvatron, unlisted_blocks
     from vitpar.strategy.plan_json import plan_to_json, write_plan
     from vitpar.text import count
 
-    request.refuse_idle("an import")
-    if assignments and not model:
+    asked.refuse_idle("an import")
+    model = asked.value("model.name")
+    if asked.assignments and not model:
         raise RecipeError("--set is given without --model: name the model whose settings it changes")
-    config = planned_recipe(request).config(1000) if model else None
+    config = planned_recipe(asked).config(1000) if model else None
     unlisted = unlisted_blocks(config.layers.values()) if config else ()
     read = read_galvatron(file, world_size, config.num_blocks if config else None, unlisted)
     if config and len(config.block_kinds) > 1 and not unlisted and not read.plan.is_uniform:
@@ -71,22 +72,17 @@ def import_command(
 
 
 @app.command("export")
+@o.shared(asked=o.recipe("recipe", "assignments", "model", "batch_size", "microbatches", "schedule", "split"))
 def export_command(
+    asked: RecipeRequest,
     strategy: Annotated[str, typer.Argument(metavar="STRATEGY", help="A strategy string, or a plan.json.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The file to write.")],
-    model: o.ModelName = None,
-    batch_size: o.BatchSize = None,
-    microbatches: o.Microbatches = None,
-    schedule: o.Schedule = None,
-    split: o.Split = None,
-    recipe: o.RecipeFile = None,
-    assignments: o.Assignments = None,
 ) -> None:
     """Write a plan as a strategy file of Galvatron. Plans that Galvatron cannot express are refused.
 
     Example: vitpar galvatron export pp2xfsdp2xtp2 --model vit_huge_patch14_224 --batch-size 64 --out galvatron.json
     """
-    merged = o.request(export_command, locals(), {"parallel.mesh": strategy}).read()
+    merged = (asked | {"parallel.mesh": strategy}).read()
     from vitpar.strategy.galvatron import unlisted_blocks, write_galvatron
 
     config = merged.config(1000)
@@ -98,7 +94,9 @@ def export_command(
 
 
 @app.command("profiles")
+@o.shared(asked=o.recipe("recipe", "assignments", "model", "precision"))
 def profiles_command(
+    asked: RecipeRequest,
     hardware: Annotated[
         Path,
         typer.Argument(metavar="HARDWARE", help="Folder with allreduce_bandwidth_*.json and p2p_bandwidth_*.json."),
@@ -110,11 +108,8 @@ def profiles_command(
     memory: Annotated[
         str, typer.Option("--memory", metavar="SIZE", help="Memory of a GPU, such as 40GB, which is not in the files.")
     ],
-    model: o.ModelName = None,
     nodes: int = typer.Option(1, "--nodes", min=1, help="Nodes of the hardware profile."),
     devices: int = typer.Option(8, "--devices", min=1, help="GPUs per node of the hardware profile."),
-    precision: o.Precision = None,
-    recipe: o.RecipeFile = None,
     hardware_out: Path = typer.Option(
         Path("hardware.json"), "--hardware-out", metavar="FILE", help="The hardware profile to write."
     ),
@@ -122,19 +117,17 @@ def profiles_command(
         Path("model.json"), "--model-out", metavar="FILE", help="The model profile to write."
     ),
     num_classes: int = typer.Option(1000, "--num-classes", min=1, help="Classes of the model."),
-    assignments: o.Assignments = None,
 ) -> None:
     """Convert Galvatron's profiles of a machine and a model to vitpar's, for `vitpar search`.
 
     Example: vitpar galvatron profiles hardware_8xA100 vit-huge --memory 40GB --model vit_huge_patch16_224
     """
-    request = o.request(profiles_command, locals())
     from vitpar.planner.profile.galvatron import UNMEASURED, import_hardware, import_model
     from vitpar.recipe.machine import automatic_precision
 
-    request.refuse_idle("an import")
+    asked.refuse_idle("an import")
     refuse_unwritable(hardware_out, model_out)
-    merged = planned_recipe(request)
+    merged = planned_recipe(asked)
     machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)), hardware.resolve().name)
     precision = merged.with_precision(automatic_precision(None, machine.device)).train.precision
     model_profile = import_model(profiled, merged.config(num_classes), precision)

@@ -9,7 +9,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -143,6 +143,16 @@ def print_words(console: Console, text: str, style: str = "", indent: int = 2) -
 def data_table(*headings: str, title: str | None = None) -> Table:
     """Return an empty table in the style of all commands: a line below the headings, no frame."""
     return Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left")
+
+
+def facts_table(rows: Iterable[tuple[str, str | Text]], width: int | None = None) -> Table:
+    """Return a table of names and texts. width: columns of the names; None for those of the longest."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", width=width, no_wrap=width is None)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, Text(text) if isinstance(text, str) else text)
+    return table
 
 
 def refuse_unwritable(*paths: Path | None) -> None:

@@ -7,33 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from vitpar.launch.resources import cpu_cores
 from vitpar.terminal import say
 from vitpar.text import count, printable
 from vitpar_cli.data_view import print_survey
-from vitpar_cli.outputs import warn
-
-SHOWN_ALWAYS = 1000
-"""Total below which the progress bar moves with every item, and not with every 100th item."""
+from vitpar_cli.outputs import progress_bar, warn
 
 
 @contextmanager
 def packing_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar for every split on stderr, and yield the callback that moves them."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def report(split: str, done: int, total: int) -> None:
-            if split not in tasks:
-                tasks[split] = bar.add_task(split, total=total)
-            if done % 100 == 0 or done == total or total < SHOWN_ALWAYS:
-                bar.update(tasks[split], completed=done)
-
-        yield report
+    """Show progress on stderr, and yield the callback (split, done, total) that moves it."""
+    with progress_bar("packing") as moved:
+        yield lambda split, done, total: moved(done, total, split)
 
 
 def pack_images(source: str, seed: int, destination: Path | None = None, dry_run: bool = False, **given: Any) -> None:

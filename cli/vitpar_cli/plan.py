@@ -9,67 +9,43 @@ import typer
 from vitpar.errors import PlannerError, StrategyError
 from vitpar.launch.resources import choose_device
 from vitpar.recipe.machine import replace_auto_precision
-from vitpar.sizes import parse_size
+from vitpar.recipe.request import RecipeRequest
+from vitpar.tasks import task_of
 from vitpar.tasks.data import model_of
 from vitpar.text import count, shown
-from vitpar.training.prepare import refuse_teacher
-from vitpar_cli import profiled
+from vitpar.training.prepare import refuse_misfits
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
+from vitpar_cli.profiled import MachineOptions, estimated, machine_options, planned_recipe, with_held
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.goodput import Conditions
     from vitpar.recipe import Recipe
     from vitpar.strategy import Plan
 
 
+@o.shared(
+    asked=o.recipe(*o.SUBJECT, "epochs", "batch_size", *o.LAYOUT, "precision"),
+    machine=machine_options(
+        cluster="Predict time and memory on a cluster: 8xH100, 4x8xA100-40GB or a TOML file.",
+        hardware="Predict from this hardware profile.",
+        model_profile="Predict from this model profile.",
+        num_classes="Classes of the model.  \\[default: the data's, or 1000]",
+    ),
+)
 def plan(
+    asked: RecipeRequest,
+    machine: MachineOptions,
     strategy: str | None = typer.Argument(
         None,
         metavar="STRATEGY",
         help="Roles and degrees, such as pp2xtp2xdp2, for all layers or per layer, or a plan.json.  "
         "\\[default: the recipe's]",
     ),
-    recipe: o.RecipeFile = None,
-    model: o.ModelName = None,
-    task: o.TaskName = None,
-    weights: o.WeightsDir = None,
-    num_classes: int | None = typer.Option(
-        None, "--num-classes", min=1, help="Classes of the model.  \\[default: the data's, or 1000]"
-    ),
-    data: o.DataDir = None,
-    epochs: o.Epochs = None,
-    batch_size: o.BatchSize = None,
     world_size: int | None = typer.Option(None, "--world-size", min=1, help="Number of ranks; fills an open degree."),
-    microbatches: o.Microbatches = None,
-    microbatch_size: o.MicrobatchSize = None,
-    schedule: o.Schedule = None,
-    virtual_stages: o.VirtualStages = None,
-    split: o.Split = None,
-    precision: o.Precision = None,
-    cluster: str | None = typer.Option(
-        None,
-        "--cluster",
-        metavar="NAME",
-        help="Predict time and memory on a cluster: 8xH100, 4x8xA100-40GB or a TOML file.",
-    ),
-    hardware: Path | None = typer.Option(
-        None, "--hardware", metavar="FILE", help="Predict from this hardware profile."
-    ),
-    model_profile: Path | None = typer.Option(
-        None, "--model-profile", metavar="FILE", help="Predict from this model profile."
-    ),
-    memory: profiled.MemorySize = None,
-    mtbf: profiled.Mtbf = None,
-    hour_price: profiled.HourPrice = None,
-    stall: profiled.Stall = None,
-    restart: profiled.Restart = None,
-    images_per_second: profiled.InputRate = None,
     modules: bool = typer.Option(False, "--modules", help="Also show how tp splits each module, and what it sends."),
     as_json: o.AsJson = False,
     out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write the plan as JSON."),
-    assignments: o.Assignments = None,
 ) -> None:
     """Show the effect of a strategy on a model: ranks, stages, memory, batch and communication.
 
@@ -83,23 +59,20 @@ def plan(
 
     Example: vitpar plan "pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
-    merged = profiled.planned_recipe(o.request(plan, locals(), {"parallel.mesh": strategy}), doing="a plan")
-    predicted = cluster is not None or hardware is not None or model_profile is not None
-    if predicted:
-        profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
-    conditions = profiled.conditions(mtbf, hour_price, stall, restart)
-    lengths = {"--epochs": epochs, "--images-per-second": images_per_second}
-    for option, value in {"--memory": memory, "--mtbf": mtbf, "--price": hour_price, **lengths}.items():
-        if value is not None and not predicted:
+    merged = planned_recipe(asked | {"parallel.mesh": strategy}, doing="a plan")
+    if machine.named:
+        machine.refuse_missing()
+    needing = {"--epochs": asked.value("train.epochs"), "--images-per-second": machine.images_per_second}
+    needing |= {"--memory": machine.memory, "--mtbf": machine.mtbf, "--price": machine.hour_price}
+    for option, value in needing.items():
+        if value is not None and not machine.named:
             raise PlannerError(f"{option} is given without a machine: add --cluster, or --hardware for profiles")
-    budget = None if memory is None else parse_size(memory)
-    whole = profiled.costs_of(merged, cluster, hardware, model_profile, num_classes) if predicted else None
-    asked = merged
+    whole, requested = machine.costs(merged) if machine.named else None, merged
     if whole is None:
         merged = replace_auto_precision(merged, choose_device(None))
     else:
         merged = merged.with_precision(whole.model.precision)
-    config = model_of(merged, num_classes, 1000) if whole is None else whole.whole
+    config = model_of(merged, machine.num_classes, 1000) if whole is None else whole.whole
     world = world_size
     if world is None and whole is not None and merged.requested_plans()[0].is_open:
         world = whole.hardware.ranks
@@ -110,7 +83,9 @@ def plan(
         chosen = merged.chosen(config, lambda plan: plan.resolve(ranks))
         made = chosen.plan
         warn(chosen.because)
-    refuse_teacher(merged, config, made, None)
+    # Without a task any model may be planned, such as one for another task than the default.
+    task = task_of(merged, config.num_classes) if "name" in merged.task.model_fields_set else None
+    refuse_misfits(task, merged, config, made, None)
     from vitpar.planner.describe import summarize
     from vitpar.planner.modules import layer_modules
     from vitpar.strategy.plan_json import write_plan
@@ -121,7 +96,7 @@ def plan(
     state, frozen = state_bytes(merged, config), merged.frozen(config)
     train = merged.train
     summary = summarize(config, made, train.batch_size, train.precision, state, frozen, frozen_bytes(merged))
-    prediction = None if whole is None else _predict(made, asked, whole, cluster, budget, conditions, images_per_second)
+    prediction = None if whole is None else _predict(made, requested, whole, machine)
     if out is not None:
         write_plan(out, made)
     by_module = layer_modules(config, made) if modules else []
@@ -140,59 +115,44 @@ def plan(
 
 
 def _predict(
-    plan: "Plan",
-    recipe: "Recipe",
-    costs: "LayerCosts",
-    cluster: str | None,
-    budget: float | None,
-    conditions: "Conditions | None",
-    images_per_second: float | None,
+    plan: "Plan", recipe: "Recipe", costs: "LayerCosts", machine: MachineOptions
 ) -> "tuple[dict[str, Any], LayerCosts]":
     """Predict the time and memory of a plan, and return also the costs on the devices that it uses.
 
     recipe: recipe as requested, before its precision is resolved.
     costs: costs on all devices of the cluster, or on the profiled machine.
-    cluster: name of the cluster; None for profiles.
-    budget: memory of a rank in bytes; None for the default share of the device's memory.
-    conditions: failures and price of the cluster.
-    images_per_second: images that a machine prepares in a second; None for those of the cluster.
 
     Raises PlannerError and StrategyError.
     """
     from vitpar.planner.cost.price import price
     from vitpar.planner.report.data import gain_records, origin_to_json, plan_record
     from vitpar.planner.search.gains import gains
-    from vitpar.planner.sources import estimated_costs, usual_budget
-    from vitpar.planner.training_time import training_length, training_time
+    from vitpar.planner.training_time import training_time
     from vitpar.strategy.support import refuse_clashes
     from vitpar.training.optim.state_memory import moments
 
-    ranks, machine = plan.world_size, costs.hardware
-    if ranks > machine.ranks:
+    ranks, hardware = plan.world_size, costs.hardware
+    if ranks > hardware.ranks:
         raise PlannerError(
-            f"'{shown(plan)}' takes {count(ranks, 'rank')} but {machine.name} has {machine.ranks}: use a smaller "
+            f"'{shown(plan)}' takes {count(ranks, 'rank')} but {hardware.name} has {hardware.ranks}: use a smaller "
             "product of degrees, or a larger cluster"
         )
     precision, compiled = costs.model.precision, costs.model.compiled
     try:
         refuse_clashes(plan, precision, compiled)
     except StrategyError:
-        if not compiled or cluster is None or recipe.train.compile is not None:
+        if not compiled or machine.cluster is None or recipe.train.compile is not None:
             raise
         compiled = False  # as in training with the default of train.compile
-    if cluster is not None:  # costs on only as many devices as the plan uses
-        train = recipe.train
-        of_recipe = train.precision, compiled, ranks, costs.frozen, train.fp8_min_features
-        estimated = estimated_costs(costs.whole, cluster, *of_recipe, costs.teacher)
-        costs = profiled.with_held(estimated, recipe)
+    if machine.cluster is not None:  # costs on only as many devices as the plan uses
+        costs = with_held(estimated(recipe, costs.whole, machine.cluster, ranks, compiled), recipe)
     priced = price(plan, costs, recipe.train.batch_size, moments(recipe, costs.whole))
-    limit = budget or usual_budget(costs)
-    hosts = profiled.host_input(images_per_second, cluster, machine.ranks)
+    limit = machine.budget(costs)
     found = {
         **origin_to_json(origin(), costs),
         "memory_budget_bytes": limit,
         "fits": priced.memory_bytes <= limit,
-        "training": training_time(priced, training_length(recipe, conditions, hosts)),
+        "training": training_time(priced, machine.length(recipe, hardware.ranks)),
         "what_would_help": gain_records(gains((priced,), costs, limit, moments(recipe, costs.whole))),
         **plan_record(priced, costs),
     }

@@ -12,12 +12,11 @@ from rich.text import Text
 from vitpar.models import ModelConfig
 from vitpar.models.description import layer_of
 from vitpar.planner.describe import Summary
+from vitpar.runs.pages.maps import layer_words
 from vitpar.strategy import Plan, Strategy, rank_of_place
-from vitpar_cli.outputs import data_table
+from vitpar_cli.outputs import data_table, facts_table
 from vitpar_cli.plan_words import (
     batch_words,
-    consecutive,
-    layer_words,
     millions,
     percent,
     pipeline_words,
@@ -53,7 +52,7 @@ def show(config: ModelConfig, plan: Plan, summary: Summary, state: str) -> None:
     for heading, rows in sections:
         if heading:
             console.print(Text(f"\n{heading}", "bold"))
-        console.print(_two_columns(rows, width))
+        console.print(facts_table(rows, width))
 
 
 def show_modules(layers: Sequence[Summary]) -> None:
@@ -62,7 +61,7 @@ def show_modules(layers: Sequence[Summary]) -> None:
     if not layers:
         console.print("\nno layer has tensor parallelism, so all modules are complete on every rank")
     for layer in layers:
-        console.print(Text(f"\nmodules of {layer_words(consecutive(layer['layers']))}: {layer['strategy']}", "bold"))
+        console.print(Text(f"\nmodules of {layer_words(layer['layers'])}: {layer['strategy']}", "bold"))
         table = data_table("module", "style", "weight", "bias")
         table.padding = (0, 1, 0, 0)
         for heading in ("before", "after"):  # words that must not break, but leave room for names if there are none
@@ -95,7 +94,7 @@ def _stages(plan: Plan, summary: Summary) -> Table:
         table.add_row(
             row_name(plan, part["pp"]),
             *([f"{first}-{last}" if last > first else str(first)] if numbered else []),
-            layer_words(part["layers"]),
+            layer_words([name for stage in part["layers"] for name in stage]),
             percent(part["flops_share"]),
             millions(part["parameters"]),
             *([decimal(part["host_bytes"])] if offloads else []),
@@ -115,7 +114,7 @@ def _sections(config: ModelConfig, plan: Plan, summary: Summary) -> Iterator[tup
         pipeline = [(f"pp{plan.pp}", words if plan.is_uniform else f"{words}; {travel_words(summary['travel'])}")]
     sharing = []
     for one in summary["shared"]:
-        layers = layer_words(consecutive([layer_of(name) for name in one["copies"]]))
+        layers = layer_words([layer_of(name) for name in one["copies"]])
         sharing.append((one["owner"], f"also in {layers}: {one['communication']}"))
     if plan.is_uniform:
         (only,) = summary["strategies"]
@@ -129,13 +128,13 @@ def _sections(config: ModelConfig, plan: Plan, summary: Summary) -> Iterator[tup
     strategies = {str(strategy): strategy for strategy in plan.distinct}
     for part in summary["strategies"]:
         rows = [row for rows in _axis_rows(strategies[part["strategy"]], part) for row in rows]
-        heading = f"{layer_words(consecutive(part['layers']))}: {part['strategy']}"
+        heading = f"{layer_words(part['layers'])}: {part['strategy']}"
         yield heading, [*rows, *_flag_rows(part)] or [("", "no communication")]
     changes: dict[str, list[str]] = {}
     for change in summary["redistributions"]:
         changes.setdefault(redistribution_words(change), []).append(change["layer"])
     if changes:
-        rows = [(layer_words(consecutive(layers)), words) for words, layers in changes.items()]
+        rows = [(layer_words(layers), words) for words, layers in changes.items()]
         yield "redistribution before", rows
     if sharing:
         yield "shared parameters", sharing
@@ -157,16 +156,3 @@ def _axis_rows(strategy: Strategy, part: Summary) -> list[list[Row]]:
 
 def _flag_rows(part: Summary) -> list[Row]:
     return [(flag["flag"], flag["effect"]) for flag in part["flags"]]
-
-
-def _two_columns(rows: list[Row], width: int) -> Table:
-    """Return a table of names and sentences.
-
-    width: columns of the names.
-    """
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="bold", width=width)
-    table.add_column()
-    for name, words in rows:
-        table.add_row(name, words)
-    return table

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vitpar.models.description import block_index, is_block
 from vitpar.strategy import Plan
 
 
@@ -47,40 +46,6 @@ def redistribution_words(change: Mapping[str, Any]) -> str:
         f"a rank receives up to {', '.join(some)}{none}" if some else "no communication, ranks already have their parts"
     )
     return f"{change['source']} -> {change['target']}: {words}"
-
-
-def layer_words(stages: Iterable[Sequence[str]]) -> str:
-    """Return text such as `embed, blocks 0-1, 4-5`.
-
-    stages: names of the consecutive layers of each stage, in order.
-    """
-    names = [name for layers in stages for name in layers]
-    runs, blocks = [], 0
-    for layers in stages:
-        numbers = [block_index(name) for name in layers if is_block(name)]
-        blocks += len(numbers)
-        if numbers:
-            runs.append(str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}")
-    middle = [f"{'blocks' if blocks > 1 else 'block'} {', '.join(runs)}"] if runs else []
-    place = next((n for n, name in enumerate(names) if is_block(name)), 1)
-    others = [name for name in names if not is_block(name)]
-    return ", ".join([*others[:place], *middle, *others[place:]])
-
-
-def consecutive(names: Sequence[str]) -> list[list[str]]:
-    """Split names of layers into runs of consecutive blocks, as `layer_words` takes them.
-
-    names: names in the order of the model, of which some may be missing.
-    """
-    runs: list[list[str]] = []
-    expected = None
-    for name in names:
-        number = block_index(name) if is_block(name) else None
-        if number is None or number != expected:
-            runs.append([])
-        runs[-1].append(name)
-        expected = None if number is None else number + 1
-    return runs
 
 
 def millions(number: int) -> str:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from vitpar.recipe.request import NO_DATA
+from vitpar.recipe.request import NO_DATA, RecipeRequest
 from vitpar.text import printable, shown
 from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar_cli import recipe_options as o
@@ -24,19 +24,17 @@ AtOnce = Annotated[
 ]
 
 
+@o.shared(asked=o.recipe("assignments", "precision", "own_model", "own_task"))
 def predict(
+    asked: RecipeRequest,
     images: Images,
     checkpoint: o.CheckpointDir,
     top: int = typer.Option(
         5, "--top", min=1, help="Number of classes to print, the most probable first (classification)."
     ),
     batch_size: AtOnce = None,
-    precision: o.Precision = None,
     device: o.DeviceName = None,
-    model: o.OwnModel = None,
-    task: o.OwnTask = None,
     as_json: o.AsJson = False,
-    assignments: o.Assignments = None,
 ) -> None:
     """Print what a model predicts for images, on one device: for classification the most probable classes.
 
@@ -45,7 +43,7 @@ def predict(
 
     Example: vitpar predict photos/cat.jpg photos/dogs --checkpoint runs/mine
     """
-    asked = o.request(predict, locals()) | NO_DATA
+    asked |= NO_DATA
     from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
 
     paths = expand_images(images)

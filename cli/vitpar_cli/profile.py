@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import on_device
+from vitpar.recipe.request import RecipeRequest
 from vitpar.strategy import parse
 from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.tasks.data import model_of
@@ -80,12 +81,9 @@ def _hardware(device: "torch.device", name: str, seconds: float, out: Path, as_j
 
 
 @app.command()
+@o.shared(asked=o.recipe(*o.SUBJECT, "precision", "compile_blocks"))
 def model(
-    recipe: o.RecipeFile = None,
-    name: o.ModelName = None,
-    task: o.TaskName = None,
-    data: o.DataDir = None,
-    weights: o.WeightsDir = None,
+    asked: RecipeRequest,
     num_classes: int | None = typer.Option(
         None, "--num-classes", min=2, help="Classes of the model.  \\[default: the data's, or 10]"
     ),
@@ -93,14 +91,9 @@ def model(
         None, "--ranks", min=1, help="Ranks of the largest stage to plan for.  \\[default: GPUs or CPU cores]"
     ),
     out: Path = typer.Option(Path("model.json"), "--out", help="JSON file to write the profile to."),
-    precision: o.Precision = None,
-    compile_blocks: Annotated[
-        bool, o.setting("train.compile", "--compile", to=lambda on: on or None, help="Compile each block.")
-    ] = False,
     seconds: float = typer.Option(0.1, "--seconds", min=0.001, help="Approximate seconds per measured point."),
     device: o.DeviceName = None,
     as_json: bool = typer.Option(False, "--json", help="Also print the profile as JSON."),
-    assignments: o.Assignments = None,
 ) -> None:
     """Measure a model's layers on one device: time and memory of every tensor-parallel shard, forward and backward.
 
@@ -112,7 +105,7 @@ def model(
     Example: vitpar profile model --task mlm --data data_shards/text
     """
     device_type = choose_device(device)
-    merged = on_device(planned_recipe(o.request(model, locals()), doing="a profile"), device_type)
+    merged = on_device(planned_recipe(asked, doing="a profile"), device_type)
     largest = ranks or default_ranks(device_type)
     refuse_many_ranks(largest, "the world")
     config = model_of(merged, num_classes, 10)

@@ -1,135 +1,169 @@
-"""Options of commands that predict: profiles or a cluster, a memory budget, and the recipe to plan for."""
+"""Options of commands that predict: profiles or a cluster, a memory limit, and the recipe to plan for."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from vitpar.errors import PlannerError, UserError
+from vitpar.models import ModelConfig
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.defaults import TASKS, with_defaults
 from vitpar.recipe.request import RecipeRequest
+from vitpar.sizes import parse_size
 from vitpar.tasks.data import model_of
 from vitpar.tasks.image_data import held_bytes
 from vitpar.tasks.known import task_class
 from vitpar.text import shown
 from vitpar.training.prepare import OF_ANOTHER_RUN, with_weights
 from vitpar_cli.outputs import local_weights
+from vitpar_cli.recipe_options import Group
 
 if TYPE_CHECKING:
     from vitpar.planner.cost.layer import LayerCosts
     from vitpar.planner.goodput import Conditions
-    from vitpar.planner.training_time import HostInput
-
-HardwareFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--hardware", metavar="FILE", help="Hardware profile of `vitpar profile hardware`.  \\[default: hardware.json]"
-    ),
-]
-ModelFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--model-profile", metavar="FILE", help="Model profile of `vitpar profile model`.  \\[default: model.json]"
-    ),
-]
+    from vitpar.planner.training_time import TrainingLength
 
 PROFILES = Path("runs/profiles")
 """Folder for the profiles that `vitpar train --mesh auto` measures."""
 
-ClusterName = Annotated[
-    str | None,
-    typer.Option("--cluster", metavar="NAME", help="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware."),
-]
-NumClasses = Annotated[
-    int | None, typer.Option("--num-classes", min=1, help="Classes, with --cluster.  \\[default: the data's, or 1000]")
-]
-ReportFile = Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write an HTML page with charts.")]
+
+def _option(flag: str, metavar: str, text: str, **limits: Any) -> Any:
+    """Return an option. text: its help. limits: least and largest value, as for `typer.Option`."""
+    return typer.Option(flag, metavar=metavar, help=text, **limits)
 
 
 def _condition(flag: str, metavar: str, least: float, most: float, text: str) -> Any:
-    """Return an option about the cluster, for use in ``Annotated``."""
+    """Return an option about failures or money."""
     return typer.Option(flag, metavar=metavar, min=least, max=most, help=text, rich_help_panel="Failures and money")
 
 
+_RATE = "Images that a machine decodes and augments in a second, as `vitpar train --dry-run` says: count waiting."
 _FAILURES = "Mean hours between failures of one device, such as 50000: predict checkpoints and useful time."
 _PRICE = "Price of an hour of one device, in any currency: predict the cost of the training."
 _STALL = "Seconds that training waits for a checkpoint, for --mtbf; a run's log.txt has them.  \\[default: 1]"
 _RESTART = "Seconds from a failure to the first step after it, for --mtbf.  \\[default: 120]"
-Mtbf = Annotated[float | None, _condition("--mtbf", "HOURS", 1e-3, 1e12, _FAILURES)]
-HourPrice = Annotated[float | None, _condition("--price", "AMOUNT", 0, 1e12, _PRICE)]
-Stall = Annotated[float | None, _condition("--stall", "SECONDS", 1e-6, 1e6, _STALL)]
-Restart = Annotated[float | None, _condition("--restart", "SECONDS", 0, 1e6, _RESTART)]
-InputRate = Annotated[
-    float | None,
-    typer.Option(
-        "--images-per-second",
-        metavar="RATE",
-        min=1e-3,
-        max=1e12,
-        help="Images that a machine decodes and augments in a second, as `vitpar train --dry-run` says: count waiting.",
-    ),
-]
+_CLUSTER = "8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware."
+_CLASSES = "Classes, with --cluster.  \\[default: the data's, or 1000]"
+_MEMORY = "Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]"
+_HARDWARE = "Hardware profile of `vitpar profile hardware`.  \\[default: hardware.json]"
+_MODEL = "Model profile of `vitpar profile model`.  \\[default: model.json]"
+ReportFile = Annotated[Path | None, _option("--report", "FILE", "Write an HTML page with charts.")]
+InputRate = Annotated[float | None, _option("--images-per-second", "RATE", _RATE, min=1e-3, max=1e12)]
 
 
-def conditions(
-    mtbf: float | None, price: float | None, stall: float | None, restart: float | None
-) -> Conditions | None:
-    """Return the conditions of a cluster that options describe; None if they say nothing.
+@dataclass(frozen=True)
+class MachineOptions:
+    """Machine that a prediction is for, its limits, failures and price, as options say; None for what is left out.
 
-    Raises PlannerError for options that do nothing without --mtbf.
+    The options in the annotations describe the fields. A profile that is left out is found.
     """
-    from vitpar.planner.goodput import RESTART, STALL, Conditions
 
-    for option, value in (("--stall", stall), ("--restart", restart)):
-        if value is not None and mtbf is None:
-            raise PlannerError(f"{option} is given without failures: add --mtbf HOURS, or leave it out")
-    if mtbf is None and price is None:
-        return None
-    return Conditions(mtbf, price, STALL if stall is None else stall, RESTART if restart is None else restart)
+    hardware: Annotated[Path | None, _option("--hardware", "FILE", _HARDWARE)] = None
+    model_profile: Annotated[Path | None, _option("--model-profile", "FILE", _MODEL)] = None
+    cluster: Annotated[str | None, _option("--cluster", "NAME", _CLUSTER)] = None
+    num_classes: Annotated[int | None, typer.Option("--num-classes", min=1, help=_CLASSES)] = None
+    memory: Annotated[str | None, _option("--memory", "SIZE", _MEMORY)] = None
+    mtbf: Annotated[float | None, _condition("--mtbf", "HOURS", 1e-3, 1e12, _FAILURES)] = None
+    hour_price: Annotated[float | None, _condition("--price", "AMOUNT", 0, 1e12, _PRICE)] = None
+    stall: Annotated[float | None, _condition("--stall", "SECONDS", 1e-6, 1e6, _STALL)] = None
+    restart: Annotated[float | None, _condition("--restart", "SECONDS", 0, 1e6, _RESTART)] = None
+    images_per_second: InputRate = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("--stall", self.stall), ("--restart", self.restart)):
+            if value is not None and self.mtbf is None:
+                raise PlannerError(f"{name} is given without failures: add --mtbf HOURS, or leave it out")
+        if self.cluster and (self.hardware or self.model_profile):
+            raise PlannerError("both --cluster and a profile are given: give one of the two")
+        if self.memory is not None:
+            parse_size(self.memory)
+
+    @property
+    def named(self) -> bool:
+        """Whether options name a cluster or a profile."""
+        return any((self.cluster, self.hardware, self.model_profile))
+
+    @property
+    def conditions(self) -> Conditions | None:
+        """Failures and price of the cluster; None if neither is known."""
+        from vitpar.planner.goodput import RESTART, STALL, Conditions
+
+        if self.mtbf is None and self.hour_price is None:
+            return None
+        stall = STALL if self.stall is None else self.stall
+        return Conditions(self.mtbf, self.hour_price, stall, RESTART if self.restart is None else self.restart)
+
+    def refuse_missing(self) -> None:
+        """Raise PlannerError if a profile is missing, or has classes of its own."""
+        if self.num_classes is not None and not self.cluster:
+            raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
+        if not self.cluster:
+            from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
+
+            measured = any(PROFILES.glob("*.json"))
+            for kind, given, usual in ((Hardware, self.hardware, HARDWARE), (ModelProfile, self.model_profile, MODEL)):
+                path = given or usual
+                if not path.exists() and (given or not measured):
+                    kind.read(path)  # raises; otherwise it is read later, when torch was imported
+
+    def costs(self, recipe: Recipe, ranks: int | None = None) -> LayerCosts:
+        """Return the costs of the recipe's model on the cluster or on the profiled machine.
+
+        ranks: number of devices of the cluster to use; None for all.
+
+        Raises PlannerError and RecipeError.
+        """
+        from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware
+
+        if self.cluster:
+            costs = estimated(recipe, model_of(recipe, self.num_classes, 1000), self.cluster, ranks)
+        else:
+            # Classes change no costs, but the sizes of text do.
+            text = task_class(recipe).INPUT == "text"
+            machine = self.hardware or found(HARDWARE, Hardware.read)
+
+            def model(classes: int) -> ModelConfig:
+                return model_of(recipe, None, classes) if text else recipe.config(classes)
+
+            def of_profile(path: Path) -> LayerCosts:
+                return measured(recipe, model, machine, path)
+
+            costs = of_profile(self.model_profile or found(MODEL, of_profile))
+        recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
+        return with_held(costs, recipe)
+
+    def budget(self, costs: LayerCosts) -> float:
+        """Return the memory limit of a rank, in bytes."""
+        from vitpar.planner.sources import usual_budget
+
+        return usual_budget(costs) if self.memory is None else parse_size(self.memory)
+
+    def length(self, recipe: Recipe, ranks: int) -> TrainingLength:
+        """Return the length of the recipe's training. ranks: of the profiled machine."""
+        from vitpar.planner.profile.cluster import find_cluster
+        from vitpar.planner.training_time import HostInput, training_length
+
+        rate = self.images_per_second
+        if self.cluster is not None:
+            cluster = find_cluster(self.cluster)
+            rate, ranks = rate or (cluster.host.images_per_second if cluster.host else None), cluster.devices_per_node
+        return training_length(recipe, self.conditions, None if rate is None else HostInput(rate, ranks))
 
 
-def host_input(rate: float | None, cluster: str | None, ranks: int) -> HostInput | None:
-    """Return the input of the machines; None if it is unknown.
+def machine_options(*names: str, **helps: str) -> Group:
+    """Return the group of options that makes a `MachineOptions`.
 
-    rate: images that a machine prepares in a second; None for those of the cluster. ranks: of the profiled machine.
+    names: its fields; all if there are none.
+    helps: other helps, by field.
     """
-    from vitpar.planner.profile.cluster import find_cluster
-    from vitpar.planner.training_time import HostInput
-
-    if cluster is None:
-        return None if rate is None else HostInput(rate, ranks)
-    found = find_cluster(cluster)
-    rate = rate or (found.host.images_per_second if found.host else None)
-    return None if rate is None else HostInput(rate, found.devices_per_node)
-
-
-MemorySize = Annotated[
-    str | None,
-    typer.Option(
-        "--memory", metavar="SIZE", help="Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]"
-    ),
-]
-
-
-def refuse_mixed(cluster: str | None, hardware: Path | None, model: Path | None, num_classes: int | None) -> None:
-    """Raise PlannerError if options contradict each other or a profile is missing."""
-    if cluster and (hardware or model):
-        raise PlannerError("both --cluster and a profile are given: give one of the two")
-    if num_classes is not None and not cluster:
-        raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
-    if not cluster:
-        from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
-
-        measured = any(PROFILES.glob("*.json"))
-        for kind, given, usual in ((Hardware, hardware, HARDWARE), (ModelProfile, model, MODEL)):
-            path = given or usual
-            if not path.exists() and (given or not measured):
-                kind.read(path)  # raises; otherwise it is read later, when torch was imported
+    options = get_type_hints(MachineOptions, include_extras=True)
+    return Group({name: options[name] for name in names or options}, MachineOptions).helped(**helps)
 
 
 def matches(fits: Callable[[Path], object], path: Path) -> bool:
@@ -146,15 +180,15 @@ def found(usual: Path, fits: Callable[[Path], object]) -> Path:
     return next((path for path in (usual, *kept) if matches(fits, path)), usual)
 
 
-def numbers(text: str, option: str, most: int) -> tuple[int, ...]:
-    """Return the positive integers in a list such as `256,512`.
+def numbers(text: str | None, option: str, most: int) -> tuple[int, ...]:
+    """Return the positive integers in a list such as `256,512`; none if the option is left out.
 
     option: name of the option, for messages.
     most: largest accepted number.
 
     Raises PlannerError.
     """
-    parts = [part.strip() for part in text.split(",")]
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
     if not all(re.fullmatch("[0-9]{1,18}", part) for part in parts):
         raise PlannerError(f"{option} {shown(text)} is not a number: use 256, or several as in 256,512,1024")
     values = tuple(map(int, parts))
@@ -187,50 +221,30 @@ def planned_recipe(request: RecipeRequest, *, doing: str = "a search") -> Recipe
     return request.read_with_defaults(OF_ANOTHER_RUN if came else ()).recipe
 
 
-def costs_of(
-    recipe: Recipe,
-    cluster: str | None,
-    hardware: Path | None,
-    model: Path | None,
-    num_classes: int | None,
-    ranks: int | None = None,
+def estimated(
+    recipe: Recipe, config: ModelConfig, cluster: str, ranks: int | None, compiled: bool | None = None
 ) -> LayerCosts:
-    """Return the costs of the recipe's model on a cluster or on the profiled machine.
+    """Return the costs of a recipe's model, estimated from the data sheet of a cluster.
 
-    cluster: name of the cluster; None for profiles.
-    num_classes: classes of the model on a cluster; None for those of the recipe's data, or 1000.
-    ranks: number of devices of the cluster to use; None for all.
-
-    Raises PlannerError and RecipeError.
+    compiled: whether blocks are compiled; None for the recipe's setting.
     """
-    from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware
-    from vitpar.planner.sources import estimated_costs, planned_teacher, profiled_costs
+    from vitpar.planner.sources import estimated_costs, planned_teacher
 
     train = recipe.train
-    if cluster:
-        config = model_of(recipe, num_classes, 1000)
-        of_recipe = train.precision, train.compile, ranks, recipe.frozen(config), train.fp8_min_features
-        costs = estimated_costs(config, cluster, *of_recipe, planned_teacher(recipe, config))
-    else:
-        # Classes change no costs, but the sizes of text do.
-        text = task_class(recipe).INPUT == "text"
-        machine = hardware or found(HARDWARE, Hardware.read)
+    compiled = train.compile if compiled is None else compiled
+    of_recipe = train.precision, compiled, ranks, recipe.frozen(config), train.fp8_min_features
+    return estimated_costs(config, cluster, *of_recipe, planned_teacher(recipe, config))
 
-        def of_profile(path: Path) -> LayerCosts:
-            return profiled_costs(
-                lambda classes: model_of(recipe, None, classes) if text else recipe.config(classes),
-                train.precision,
-                train.compile,
-                machine,
-                path,
-                recipe.frozen,
-                train.fp8_min_features,
-                lambda config: planned_teacher(recipe, config),
-            )
 
-        costs = of_profile(model or found(MODEL, of_profile))
-    recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
-    return with_held(costs, recipe)
+def measured(recipe: Recipe, model: Callable[[int], ModelConfig], hardware: Path, profile: Path) -> LayerCosts:
+    """Return the costs of a recipe's model from profiles. model: function of a number of classes."""
+    from vitpar.planner.sources import planned_teacher, profiled_costs
+
+    train = recipe.train
+    return profiled_costs(
+        *(model, train.precision, train.compile, hardware, profile, recipe.frozen, train.fp8_min_features),
+        teacher=lambda config: planned_teacher(recipe, config),
+    )
 
 
 def with_held(costs: LayerCosts, recipe: Recipe) -> LayerCosts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -25,7 +25,7 @@ from rich.text import Text
 from vitpar.strategy import batch_arithmetic
 from vitpar.text import count
 from vitpar.training.events import Reporter, RunHeader
-from vitpar_cli.outputs import CADENCE, print_words
+from vitpar_cli.outputs import CADENCE, facts_table, print_words
 from vitpar_cli.plan_words import batch_words, millions, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
 from vitpar_cli.recipe_words import recipe_rows
@@ -74,7 +74,7 @@ class ConsoleReporter(Reporter):
 
             duration = duration_words(header.recipe, header.config, header.plan, header.steps, header.device)
             rows = [*_rows(header, self._console.width - 16), ("time", duration)]
-            self._console.print(Panel(_table(rows), title="vitpar train", box=box.ROUNDED, expand=False))
+            self._console.print(Panel(facts_table(rows), title="vitpar train", box=box.ROUNDED, expand=False))
         elif not self._quiet:
             for name, value in _rows(header, PLAIN_WIDTH - 11):
                 for number, line in enumerate(str(value).split("\n")):
@@ -250,15 +250,6 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     yield "steps", f"{header.steps:,} ({epochs:,.1f} epochs)"
     yield from recipe_rows(header)
     yield "run", header.folder
-
-
-def _table(rows: Iterable[tuple[str, str | Text]]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value if isinstance(value, Text) else Text(value))
-    return table
 
 
 def _fitting(parts: list[tuple[int, str]], width: int | None = None) -> str:

@@ -19,11 +19,10 @@ from itertools import product
 from rich.text import Text
 
 from vitpar.planner.describe import shown_axis
+from vitpar.runs.pages.maps import MOST_RANKS, axis_groups
 from vitpar.strategy import Plan, Strategy, place_of_rank, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, place
 
-MOST_RANKS = 64
-"""Largest number of ranks that is drawn as a grid."""
 MOST_LINES = 32
 """Largest number of lines of a grid."""
 LAYERS_WIDTH = 24
@@ -147,14 +146,9 @@ def _groups(plan: Plan, width: int) -> list[str]:
     strategy = plan.strategy
     arranged = [axis for axis, _ in strategy.tensor_shape]
     names = [name for axis in plan.axes for name in (arranged if axis.role == "tp" else [axis.role])]
-    members: dict[str, dict[tuple[int, ...], list[int]]] = {name: defaultdict(list) for name in names}
-    for rank in range(plan.world_size):
-        pp, stage_rank = place_of_rank(plan, rank)
-        at = {"pp": pp, **place(strategy, stage_rank)}
-        for name in names:
-            members[name][tuple(at[other] for other in names if other != name)].append(rank)
     return [
-        _fitting(f"{shown_axis(strategy, name) + ':':<6}", list(members[name].values()), width).plain for name in names
+        _fitting(f"{shown_axis(strategy, name) + ':':<6}", axis_groups(plan, strategy, name), width).plain
+        for name in names
     ]
 
 

@@ -55,7 +55,8 @@ def optimizer_words(recipe: Recipe) -> str:
     if optimizer.momentum:
         words.append(f"momentum {optimizer.momentum:g}")
     if recipe.train.clip_grad_norm:
-        words.append(f"gradients clipped at norm {recipe.train.clip_grad_norm:g}")
+        by_part = " of each part" if recipe.train.clip_by_part else ""
+        words.append(f"gradients clipped at norm {recipe.train.clip_grad_norm:g}{by_part}")
     return ", ".join(words)
 
 

@@ -21,7 +21,11 @@ from vitpar_cli.outputs import (
 )
 
 
+@o.shared(
+    asked=o.recipe("data", "own_model", "own_task", data="Data of --images.  \\[default: what it was trained on]")
+)
 def report(
+    asked: RecipeRequest,
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/mine.")],
     out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Page to write.  \\[default: report.html]"),
     images: int | None = typer.Option(
@@ -33,12 +37,6 @@ def report(
         "most confident mistakes; for a masked autoencoder N images as they are, masked and reconstructed. They "
         "are computed with the run's weights, on one device.",
     ),
-    data: Annotated[
-        Path | None,
-        o.setting(
-            "data.path", "--data", to=str, metavar="DIR", help="Data of --images.  \\[default: what it was trained on]"
-        ),
-    ] = None,
     live: bool = typer.Option(
         False, "--live", help="Serve the page on 127.0.0.1 instead, and update it while the runs continue."
     ),
@@ -46,8 +44,6 @@ def report(
         None, "--port", min=0, max=65535, help=f"Port of --live; 0 for any free one.  \\[default: {PORT}]"
     ),
     device: o.DeviceName = None,
-    model: o.OwnModel = None,
-    task: o.OwnTask = None,
 ) -> None:
     """Write a self-contained HTML page about one or several runs: results, charts, plans, settings, versions.
 
@@ -62,7 +58,6 @@ def report(
 
     Example: vitpar report runs/mine --live
     """
-    asked = o.request(report, locals())
     from vitpar.runs.folder import refuse_other_folders
     from vitpar.runs.page import MOST_RUNS
     from vitpar.runs.pages.plotly import library
@@ -72,7 +67,7 @@ def report(
         refuse_other_folders(path)
     if len(runs) > MOST_RUNS:
         raise DataError(f"a report shows at most {MOST_RUNS} runs but {len(runs)} are named: name fewer")
-    of_images = {"--data": data, "--device": device, "--model": model, "--task": task}
+    of_images = {"--data": asked.value("data.path"), "--device": device}
     idle = next((name for name, value in of_images.items() if value is not None), None)
     for wrong, sentence in (
         (live and out, "--out does nothing with --live, which serves the page instead of writing it: leave one out"),

@@ -1,57 +1,36 @@
 """`vitpar scaling`: predict how speed grows with the number of devices."""
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from vitpar.errors import PlannerError
 from vitpar.limits import MAX_RANKS
-from vitpar.sizes import parse_size
+from vitpar.recipe.request import RecipeRequest
 from vitpar.text import count
-from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, print_words, refuse_undrawable, refuse_unwritable, write
+from vitpar_cli.profiled import MachineOptions, ReportFile, machine_options, numbers, planned_recipe
 from vitpar_cli.search_view import model_words, print_origin, print_plans
 
-if TYPE_CHECKING:
-    from vitpar.planner.cost.layer import LayerCosts
 
-
+@o.shared(
+    asked=o.recipe(
+        *(*o.SUBJECT, "epochs", "batch_size", "precision"),
+        batch_size="Images per step: on the most ranks (weak), on any number (strong).",
+    ),
+    machine=machine_options(),
+)
 def scaling(
-    recipe: o.RecipeFile = None,
-    hardware: profiled.HardwareFile = None,
-    model_profile: profiled.ModelFile = None,
-    cluster: profiled.ClusterName = None,
-    model: o.ModelName = None,
-    task: o.TaskName = None,
-    weights: o.WeightsDir = None,
-    num_classes: profiled.NumClasses = None,
+    asked: RecipeRequest,
+    machine: MachineOptions,
     ranks: str | None = typer.Option(
         None, "--ranks", metavar="N,N…", help="Numbers of ranks.  \\[default: all, half of them, a quarter, …]"
     ),
-    batch_size: Annotated[
-        int | None,
-        o.setting(
-            "train.batch_size",
-            "--batch-size",
-            min=1,
-            help="Images per step: on the most ranks (weak), on any number (strong).",
-        ),
-    ] = None,
-    memory: profiled.MemorySize = None,
-    precision: o.Precision = None,
-    data: o.DataDir = None,
-    epochs: o.Epochs = None,
-    mtbf: profiled.Mtbf = None,
-    hour_price: profiled.HourPrice = None,
-    stall: profiled.Stall = None,
-    restart: profiled.Restart = None,
-    images_per_second: profiled.InputRate = None,
-    report: profiled.ReportFile = None,
+    report: ReportFile = None,
     as_json: o.AsJson = False,
-    assignments: o.Assignments = None,
 ) -> None:
     """Search for the best plan on several numbers of ranks and show how speed grows with them.
 
@@ -59,14 +38,12 @@ def scaling(
 
     Example: vitpar scaling --cluster 8x8xH100 --model vit_huge_patch14_224 --batch-size 4096 --precision bf16
     """
-    profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
+    machine.refuse_missing()
     refuse_unwritable(report)
     refuse_undrawable(report)
-    conditions = profiled.conditions(mtbf, hour_price, stall, restart)
-    doing = f"a prediction of scaling{' and cost' if conditions else ''}"
-    merged = profiled.planned_recipe(o.request(scaling, locals()), doing=doing)
-    limit = None if memory is None else parse_size(memory)
+    merged = planned_recipe(asked, doing=f"a prediction of scaling{' and cost' * bool(machine.conditions)}")
 
+    from vitpar.planner.automatic import make_search
     from vitpar.planner.report.data import origin_to_json
     from vitpar.planner.report.page import scaling_page
     from vitpar.planner.report.scaling import (
@@ -78,33 +55,24 @@ def scaling(
         scaling_table,
         with_efficiency,
     )
-    from vitpar.planner.search.space import Space
-    from vitpar.planner.sources import known_flags, usual_budget
-    from vitpar.planner.training_time import training_length
     from vitpar.training.optim.state_memory import moments
 
-    def costs(number: int | None) -> "LayerCosts":
-        return profiled.costs_of(merged, cluster, hardware, model_profile, num_classes, number)
-
-    whole = costs(None)
+    whole = machine.costs(merged)
     most = whole.hardware.ranks
-    chosen = tuple(sorted(set(profiled.numbers(ranks, "--ranks", MAX_RANKS)))) if ranks else _halves(most)
+    chosen = tuple(sorted(set(numbers(ranks, "--ranks", MAX_RANKS)))) or _halves(most)
     if chosen[-1] > most:
         raise PlannerError(f"--ranks {chosen[-1]} is more than the {most} of {whole.hardware.name}: use at most {most}")
     size = merged.train.batch_size
     wanted = {regime: [(number, images(regime, size, number, chosen[-1])) for number in chosen] for regime in WORDS}
     known: dict[tuple[int, int], dict[str, Any]] = {}
-    progress, hosts = ProgressLines(), profiled.host_input(images_per_second, cluster, most)
-    length = training_length(merged, conditions, hosts) if conditions or hosts else None
+    progress, length = ProgressLines(), machine.length(merged, most)
+    known_length = length if length.conditions or length.hosts else None
     for number, batch in dict.fromkeys(pair for pairs in wanted.values() for pair in pairs):
         if not as_json:
             progress(f"searching for {count(number, 'rank')}, batch {batch} …")
-        here = costs(number) if cluster else whole
-        numeric = here.model.precision, here.model.compiled
-        flags, budget = known_flags(here), limit or usual_budget(here)
-        space = Space(here.config, number, (batch,), *numeric, flags=flags, tensors=here.model.tensors)
-        bytes_of_state = moments(merged, here.whole)
-        known[number, batch] = best_on(number, batch, space, here, budget, bytes_of_state, length)
+        here = machine.costs(merged, number) if machine.cluster else whole
+        searching = make_search(here, (batch,), moments(merged, here.whole), ranks=number)
+        known[number, batch] = best_on(searching, machine.budget(here), known_length)
     found = origin_to_json(origin(), whole)
     found |= {str(regime): with_efficiency([known[pair] for pair in pairs]) for regime, pairs in wanted.items()}
     if not any("plan" in point for point in known.values()):

@@ -4,18 +4,20 @@ import json
 import os
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from vitpar.errors import PlannerError
 from vitpar.limits import MAX_BATCH_SIZE, MAX_IMAGE_SIZE
+from vitpar.recipe.request import RecipeRequest
 from vitpar.recipe.sections import ParallelSection
 from vitpar.terminal import complain
-from vitpar_cli import profiled
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_undrawable, refuse_unwritable, write
+from vitpar_cli.profiled import MachineOptions, ReportFile, machine_options, numbers
 from vitpar_cli.search_request import SECONDS, SearchRequest, words
 
 if TYPE_CHECKING:
@@ -23,18 +25,16 @@ if TYPE_CHECKING:
     from vitpar.planner.cost.price import Price
 
 
-def search(
-    memory: profiled.MemorySize = None,
-    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write the best plan as JSON."),
-    recipe: o.RecipeFile = None,
-    hardware: profiled.HardwareFile = None,
-    model_profile: profiled.ModelFile = None,
-    cluster: str | None = typer.Option(
-        None,
-        "--cluster",
-        metavar="NAME[,NAME…]",
-        help="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware. Several make a table.",
+@o.shared(
+    asked=o.recipe("recipe", "assignments", "task", "weights", "data", "epochs", "precision"),
+    machine=machine_options(
+        cluster="8xH100, 4x8xA100-40GB or a TOML file, instead of --hardware. Several with commas make a table."
     ),
+)
+def search(
+    asked: RecipeRequest,
+    machine: MachineOptions,
+    out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write the best plan as JSON."),
     model: str | None = typer.Option(
         None,
         "--model",
@@ -50,11 +50,6 @@ def search(
         help="Pixels a side, instead of the model's. Several make a table.",
         rich_help_panel=o.PANELS["model"],
     ),
-    num_classes: profiled.NumClasses = None,
-    task: o.TaskName = None,
-    weights: o.WeightsDir = None,
-    data: o.DataDir = None,
-    epochs: o.Epochs = None,
     ranks: int | None = typer.Option(
         None, "--ranks", min=1, help="Ranks to plan for.  \\[default: as profiled, or the cluster's]"
     ),
@@ -67,7 +62,6 @@ def search(
     microbatches: str | None = typer.Option(
         None, "--microbatches", metavar="N[,N…]", help="Micro-batches per step.  \\[default: all that divide the batch]"
     ),
-    precision: o.Precision = None,
     roles: str = typer.Option("pp,dp,fsdp,tp", "--roles", metavar="NAMES", help="Roles that plans may use."),
     without: str = typer.Option(
         "", "--without", metavar="FLAGS", help="Flags or schedules to leave out, as in ckpt,2d,gpipe."
@@ -78,17 +72,11 @@ def search(
         min=0.1,
         help="Maximum search time in seconds, once a plan is found.  \\[default: 20, or 2 for a row of a table]",
     ),
-    mtbf: profiled.Mtbf = None,
-    hour_price: profiled.HourPrice = None,
-    stall: profiled.Stall = None,
-    restart: profiled.Restart = None,
-    images_per_second: profiled.InputRate = None,
-    report: profiled.ReportFile = None,
+    report: ReportFile = None,
     trace_file: Path | None = typer.Option(
         None, "--trace", metavar="FILE", help="Write a trace of the best plan's step for chrome://tracing."
     ),
     as_json: o.AsJson = False,
-    assignments: o.Assignments = None,
 ) -> None:
     """Find the plan with the most samples per second that fits into the memory of each rank.
 
@@ -102,23 +90,30 @@ def search(
 
     Example: vitpar search --cluster 8xH100,4x8xA100,8xL40S --model vit_large_patch16_224 --batch-size 1024,4096
     """
-    options = dict(locals())
+    cluster = machine.cluster
     clusters = (cluster,) if cluster and os.path.isfile(cluster) else tuple(words(cluster or ""))
     models = tuple(filter(None, map(o.own_model, words(model or ""))))
-    sizes = profiled.numbers(image_sizes, "--image-size", MAX_IMAGE_SIZE) if image_sizes else ()
-    batches = profiled.numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE) if batch_sizes else None
+    sizes = numbers(image_sizes, "--image-size", MAX_IMAGE_SIZE)
+    batches = numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE)
     tabled = max(len(clusters), len(models), len(sizes)) > 1
     if tabled:
         _refuse_single({"--out": out, "--report": report, "--trace": trace_file}, bool(cluster))
-    profiled.refuse_mixed(cluster, hardware, model_profile, num_classes)
+    machine.refuse_missing()
     refuse_unwritable(out, report, trace_file)
     refuse_undrawable(report)
-    request = SearchRequest(o.request(search, options), options)
+    limits: dict[str, Any] = {
+        "ranks": ranks,
+        "microbatches": numbers(microbatches, "--microbatches", MAX_BATCH_SIZE) or None,
+        "roles": words(roles),
+        "without": frozenset(word.lstrip("+") for word in words(without)),
+    }
+    request = SearchRequest(asked, limits, seconds)
     merged = request.recipe(models[0] if models else None, sizes[0] if sizes else None)
 
     from vitpar_cli.search_view import SearchProgress, show, show_comparison
 
-    wanted = models or (None,), sizes or (None,), clusters or (None,), batches
+    machines = [replace(machine, cluster=name) for name in clusters] or [machine]
+    wanted = models or (None,), sizes or (None,), machines, batches
     if tabled:
         with SearchProgress() as progress:
             rows = list(request.table(*wanted, progress))
@@ -136,8 +131,8 @@ def search(
     from vitpar.training.optim.state_memory import moments
 
     images = batches or (merged.train.batch_size,)
-    costs = request.costs(merged, cluster)
-    searching, limit = request.search(merged, costs, images, SECONDS), request.budget(costs)
+    costs = machine.costs(merged, ranks)
+    searching, limit = request.search(merged, costs, images, SECONDS), machine.budget(costs)
     state = moments(merged, costs.whole)
     with SearchProgress() as progress:
         result = run_search(searching, limit, progress)
@@ -145,7 +140,7 @@ def search(
         found = search_record(
             *(searching, result, limit, origin()),
             train=_train_command(best, costs, out, request, model, bool(sizes)),
-            training=training_time(best, request.length(merged, cluster, costs)),
+            training=training_time(best, machine.length(merged, costs.hardware.ranks)),
             gains=gains(result.plans, costs, limit, state, searching),
         )
         found["batch_sizes"] = list(request.table(*wanted, progress)) if len(images) > 1 else []
@@ -161,7 +156,7 @@ def search(
         show(found, costs, (out, report, trace_file))
         lacking = sorted(unprofiled(costs, searching.space.ranks))
         useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
-        if missing := [name for name in useful if not request.limits["without"] & {*name.split("+")}]:
+        if missing := [name for name in useful if not limits["without"] & {*name.split("+")}]:
             complain(f"not searched, because the profiles lack it: {', '.join(missing)}")
 
 

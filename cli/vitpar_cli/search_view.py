@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Record = Mapping[str, Any]
 """A result, or a part of one, as JSON."""
+Row = tuple[str, str]
+"""Name and sentence."""
 SHOWN = 5
 """Number of plans that are listed after the best one."""
 
@@ -88,64 +90,58 @@ def show_prediction(found: Record, costs: "LayerCosts") -> None:
     """Print the predicted speed, time and memory of a plan, and whether it fits into memory."""
     from vitpar.planner.cost.memory import Memory
     from vitpar.planner.remedies import less_memory
-    from vitpar.planner.report.data import gain_table, plan_of, remarks, speed_words
-    from vitpar.planner.training_time import hours_name, training_rows
+    from vitpar.planner.report.data import gain_table, plan_of
 
     console, plan, budget = Console(highlight=False), plan_of(found), found["memory_budget_bytes"]
     console.print()
     print_words(console, f"predicted for {model_words(costs, count(plan.world_size, 'rank'))}", "bold")
-    print_origin(console, found)
     fits = "yes"
     if not found["fits"]:
         fullest = Memory(**{name: part for name, part in _fullest(found).items() if name != "total"})
         ways = less_memory(fullest, costs.config, plan, found["batch_size"], found["precision"])
         fits = f"no: {size(found['memory_bytes'] - budget)} too much; use {either(ways)}"
-    rows = [("speed", speed_words(found)), *training_rows(found["training"], hours_name(costs.hardware))]
-    print_rows(console, [*rows, *cost_rows(found, budget), ("fits", fits)])
-    for note in remarks(found["notes"], found["training"], found):
-        print_words(console, note, "yellow")
+    _print_figures(console, found, found, costs, [], [("fits", fits)])
     print_plans(console, "what would help", *gain_table(found["what_would_help"], found))
 
 
 def _show_best(console: Console, found: Record, costs: "LayerCosts") -> None:
     """Print the best plan, the source of its figures, and its costs."""
-    from vitpar.planner.report.data import certainty, plan_of, remarks, speed_words
-    from vitpar.planner.training_time import hours_name, training_rows
+    from vitpar.planner.report.data import certainty, plan_of
 
     best, looked = found["plans"][0], found["looked_at"]
-    plan, training = plan_of(best), found["training"]
+    plan = plan_of(best)
     console.print(f"[bold]{plan}[/bold]", soft_wrap=True)
     print_words(console, model_words(costs, count(plan.world_size, "rank")))
-    print_origin(console, found)
     pipeline = ""
     if plan.pipeline_degree > 1:
         blocks = "" if isinstance(plan.split, str) else f", blocks per stage {','.join(map(str, plan.split))}"
         pipeline = f", {plan.schedule}{blocks}"
     how = f"{count(looked['strategies'], 'strategy')}, {count(looked['priced'], 'plan')} priced"
-    rows = [
-        ("speed", speed_words(best)),
-        *training_rows(training, hours_name(costs.hardware)),
-        ("plan", f"{count(plan.microbatches or 1, 'micro-batch')}{pipeline}"),
-        *cost_rows(best, found["memory_budget_bytes"]),
-        ("searched", f"{found['search_seconds']:.2f} s, {how}: {certainty(found)}"),
-    ]
+    searched = f"{found['search_seconds']:.2f} s, {how}: {certainty(found)}"
+    about = [("plan", f"{count(plan.microbatches or 1, 'micro-batch')}{pipeline}")]
+    _print_figures(console, found, best, costs, about, [("searched", searched)])
+
+
+def _print_figures(
+    console: Console, found: Record, record: Record, costs: "LayerCosts", about: Sequence[Row], last: Sequence[Row]
+) -> None:
+    """Print the origin of a result, the speed, time and memory of one of its plans, and notes on these figures.
+
+    about, last: rows before those of a step's time and memory, and behind them.
+    """
+    from vitpar.planner.report.data import remarks, speed_words
+    from vitpar.planner.training_time import hours_name, training_rows
+
+    print_origin(console, found)
+    memory = f"{size(record['memory_bytes'])} of {size(found['memory_budget_bytes'])}: {_memory(record)}"
+    length = training_rows(found["training"], hours_name(costs.hardware))
+    rows = [("speed", speed_words(record)), *length, *about, ("time", _parts(record)), ("memory", memory), *last]
     print_rows(console, rows)
-    for note in remarks(found["notes"], training, best):
+    for note in remarks(found["notes"], found["training"], record):
         print_words(console, note, "yellow")
 
 
-def cost_rows(record: Record, budget: float) -> list[tuple[str, str]]:
-    """Return rows with the breakdown of a step's time and of the fullest rank's memory.
-
-    budget: memory of a rank in bytes.
-    """
-    return [
-        ("time", _parts(record)),
-        ("memory", f"{size(record['memory_bytes'])} of {size(budget)}: {_memory(record)}"),
-    ]
-
-
-def print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
+def print_rows(console: Console, rows: Sequence[Row]) -> None:
     """Print rows of a name and a sentence."""
     for name, words in rows:
         print_words(console, f"{name:<10} {words}", indent=11)

@@ -6,19 +6,19 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING
 
 import typer
 
 from vitpar.launch import find_world
 from vitpar.launch.stop_request import stop_at_once
+from vitpar.recipe.request import RecipeRequest
 from vitpar.recipe.sections import TEXT
-from vitpar.recipe.trackers import TrackerName
-from vitpar.text import either
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
 from vitpar_cli.outputs import local_weights
 from vitpar_cli.pack_once import packed
+from vitpar_cli.profiled import MachineOptions, machine_options
 from vitpar_cli.streams import outlive_reader
 from vitpar_cli.world import run_in_world
 
@@ -31,41 +31,33 @@ SEARCHED = "Search of the plan, with --mesh auto"
 """Heading in `--help` of the options for --mesh auto."""
 
 
+@o.shared(
+    asked=o.recipe(
+        *("recipe", "assignments", "mesh", "model", "task", "weights", "epochs", "steps", "batch_size", *o.LAYOUT),
+        *("precision", "compile_blocks", "track", "debug_checks"),
+        mesh="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2; by layers in quotes, as in 'pp2: "
+        "embed=fsdp4, \\*=tp2xfsdp2'; a plan.json; or auto: the fastest that fits into --memory.",
+    ),
+    machine=machine_options(
+        *("memory", "cluster", "hardware", "model_profile"),
+        cluster="Plan from a data sheet, such as 8xH100.",
+        hardware="Hardware profile.  \\[default: hardware.json, or measured]",
+        model_profile="Model profile.  \\[default: model.json, or measured]",
+    ).helped(SEARCHED),
+)
 def train(
-    mesh: Annotated[
-        str | None,
-        o.setting(
-            "parallel.mesh",
-            "--mesh",
-            metavar="STRATEGY",
-            help="Roles and degrees of the mesh's axes, such as pp2xtp2xdp2; by layers in quotes, as in "
-            "'pp2: embed=fsdp4, \\*=tp2xfsdp2'; a plan.json; or auto: the fastest that fits into --memory.",
-        ),
-    ] = None,
-    recipe: o.RecipeFile = None,
-    data: Annotated[
-        Path | None,
-        o.setting(
-            "data.path",
-            "--data",
-            to=str,
-            metavar="DIR",
-            help="Images or text: a folder made by `vitpar data pack`, or a folder of images, which is packed once.",
-        ),
-    ] = None,
-    model: o.ModelName = None,
-    task: o.TaskName = None,
-    weights: o.WeightsDir = None,
-    epochs: o.Epochs = None,
-    steps: Annotated[int | None, o.setting("train.steps", "--steps", min=1, help="Updates, instead of epochs.")] = None,
-    batch_size: o.BatchSize = None,
-    microbatches: o.Microbatches = None,
-    microbatch_size: o.MicrobatchSize = None,
-    schedule: o.Schedule = None,
-    virtual_stages: o.VirtualStages = None,
-    split: o.Split = None,
-    precision: o.Precision = None,
-    compile_blocks: o.Compile = None,
+    asked: RecipeRequest,
+    machine: MachineOptions,
+    ranks: int | None = typer.Option(
+        None, "--ranks", min=1, help="Number of ranks.  \\[default: GPUs or CPU cores]", rich_help_panel=SEARCHED
+    ),
+    data: Path | None = typer.Option(
+        None,
+        "--data",
+        metavar="DIR",
+        help="Images or text: a folder made by `vitpar data pack`, or a folder of images, which is packed once.",
+        rich_help_panel=o.PANELS["data"],
+    ),
     device: o.DeviceName = None,
     run_dir: Path | None = typer.Option(
         None, "--run-dir", metavar="DIR", help="Folder of this run.  \\[default: runs/DATE-…]"
@@ -83,58 +75,11 @@ def train(
         metavar="KEY",
         help="A setting that may differ from the checkpoint's, or data; repeatable.",
     ),
-    memory: str | None = typer.Option(
-        None,
-        "--memory",
-        metavar="SIZE",
-        help="Memory limit per rank, such as 24GB.  \\[default: 90 % of a device]",
-        rich_help_panel=SEARCHED,
-    ),
-    ranks: int | None = typer.Option(
-        None, "--ranks", min=1, help="Number of ranks.  \\[default: GPUs or CPU cores]", rich_help_panel=SEARCHED
-    ),
-    cluster: str | None = typer.Option(
-        None, "--cluster", metavar="NAME", help="Plan from a data sheet, such as 8xH100.", rich_help_panel=SEARCHED
-    ),
-    hardware: Path | None = typer.Option(
-        None,
-        "--hardware",
-        metavar="FILE",
-        help="Hardware profile.  \\[default: hardware.json, or measured]",
-        rich_help_panel=SEARCHED,
-    ),
-    model_profile: Path | None = typer.Option(
-        None,
-        "--model-profile",
-        metavar="FILE",
-        help="Model profile.  \\[default: model.json, or measured]",
-        rich_help_panel=SEARCHED,
-    ),
-    track: Annotated[
-        list[str] | None,
-        o.setting(
-            "track.trackers",
-            "--track",
-            to=lambda names: tuple(names) or None,
-            metavar="NAME",
-            help=f"Tracker that gets what the run logs: {either(get_args(TrackerName))}; repeatable.",
-        ),
-    ] = None,
     as_json: bool = typer.Option(False, "--json", help="Print the summary as one JSON object instead of progress."),
     quiet: bool = typer.Option(False, "--quiet", help="Print messages, warnings and the result only."),
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Print the merged recipe, the plan, and predicted memory and time; do not train."
     ),
-    debug_checks: Annotated[
-        bool,
-        o.setting(
-            "faults.debug_checks",
-            "--debug-checks",
-            to=lambda on: on or None,
-            help="Check state, gradients and collectives, and compare replicas, at every step (slow).",
-        ),
-    ] = False,
-    assignments: o.Assignments = None,
 ) -> None:
     """Train a Vision Transformer under any mesh.
 
@@ -147,16 +92,16 @@ def train(
 
     Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """
-    world = find_world()
-    if data is not None and world is None and not dry_run and task not in TEXT:
-        data = packed(data)
-    asked = o.request(train, locals())
+    if data is not None:
+        packs = find_world() is None and not dry_run and asked.value("task.name") not in TEXT
+        asked |= {"data.path": str(packed(data) if packs else data)}
+        asked.refuse_early()
     if not dry_run:
         stop_at_once()
         outlive_reader()  # log.txt of the run has what it prints
     from vitpar.training.prepare import prepare
 
-    plans = PlanChooser(memory, ranks, cluster, hardware, model_profile, quiet=as_json)
+    plans = PlanChooser(machine, ranks, quiet=as_json)
     run = prepare(
         asked,
         device,

@@ -13,12 +13,13 @@ from vitpar.errors import PlannerError
 from vitpar.io import read_json
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
+from vitpar.recipe.request import RecipeRequest
 from vitpar.terminal import complain
 from vitpar.text import count, shown, size
 from vitpar.training.ranks import resolve
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
-from vitpar_cli.profiled import HardwareFile, ModelFile, costs_of, planned_recipe
+from vitpar_cli.profiled import MachineOptions, machine_options, planned_recipe
 from vitpar_cli.search_view import model_words, print_origin, print_plans, print_rows
 from vitpar_cli.world import run_ranks
 
@@ -31,19 +32,20 @@ if TYPE_CHECKING:
     from vitpar.strategy import Plan
 
 
+@o.shared(asked=o.recipe(*o.SUBJECT, "batch_size"), machine=machine_options("hardware", "model_profile"))
 def validate(
+    asked: RecipeRequest,
+    machine: MachineOptions,
     plans: list[str] | None = typer.Argument(
         None, metavar="PLAN…", help="Strategies or plan.json files.  \\[default: examples of every kind]"
     ),
-    recipe: o.RecipeFile = None,
-    model: o.ModelName = None,
-    task: o.TaskName = None,
-    data: o.DataDir = None,
-    weights: o.WeightsDir = None,
-    hardware: HardwareFile = None,
-    model_profile: ModelFile = None,
-    batch_size: o.BatchSize = None,
-    microbatches: o.Microbatches = None,
+    microbatches: int | None = typer.Option(
+        None,
+        "--microbatches",
+        min=1,
+        help="Micro-batches per step of strategies.",
+        rich_help_panel=o.PANELS["parallel"],
+    ),
     seconds: float = typer.Option(2.0, "--seconds", min=0.01, help="Approximate seconds per run of a plan."),
     device: o.DeviceName = None,
     out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write all rows as JSON, after each run."),
@@ -54,7 +56,6 @@ def validate(
         None, "--correct", metavar="FOLDER", help="Write both profiles to FOLDER, corrected by the measurements."
     ),
     as_json: o.AsJson = False,
-    assignments: o.Assignments = None,
 ) -> None:
     """Run plans for a few steps and compare predictions with measurements.
 
@@ -77,31 +78,27 @@ def validate(
         raise PlannerError("--microbatches is given, but these plans have their own: give it only with strategies")
     if resume and out is None:
         raise PlannerError("--resume requires --out: name the file with the rows of the stopped validation")
-    corrected = None if correct is None else _corrected_files(correct, hardware, model_profile)
+    corrected = None if correct is None else _corrected_files(correct, machine.hardware, machine.model_profile)
     refuse_unwritable(out, *(corrected or ()))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forked processes could not use GPUs
-    # --microbatches applies to the plans on the command line, not to the recipe's plan.
-    asked = o.request(validate, locals()) | {"parallel.microbatches": None}
     merged = planned_recipe(asked, doing="a validation")
-    device_type, costs = choose_device(device), costs_of(merged, None, hardware, model_profile, None)
-    images = merged.train.batch_size
-    machine, profile = costs.hardware, costs.model
+    device_type, costs = choose_device(device), machine.costs(merged)
+    images, ranks, profile = merged.train.batch_size, costs.hardware.ranks, costs.model
     if plans:
-        chosen = [_plan(text, costs.whole, images, machine.ranks, microbatches) for text in plans]
+        chosen = [_plan(text, costs.whole, images, ranks, microbatches) for text in plans]
         for plan in chosen:
             refuse_clashes(plan, profile.precision, profile.compiled)
     else:
-        chosen = list(example_plans(costs.whole, machine.ranks, images, profile.precision, profile.compiled))
+        chosen = list(example_plans(costs.whole, ranks, images, profile.precision, profile.compiled))
     if not chosen:
         raise PlannerError(
-            f"no example plan fits a batch of {images} on {count(machine.ranks, 'rank')}: give plans, or another "
-            "--batch-size"
+            f"no example plan fits a batch of {images} on {count(ranks, 'rank')}: give plans, or another --batch-size"
         )
     prices = [price(plan, costs, images, moments(merged, costs.whole)) for plan in chosen]
     earlier = _rows_of(out, costs) if resume and out is not None else []
     resolve(chosen[0], device_type)  # refuses more ranks than the launcher or the GPUs provide
     run_ranks(
-        *(machine.ranks, _validate),
+        *(ranks, _validate),
         *(device_type, seconds, merged, costs, chosen, prices, earlier if resume else None, out, corrected, as_json),
     )
 

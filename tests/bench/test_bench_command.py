@@ -87,6 +87,8 @@ def test_phases_of_one_process_add_up_and_have_their_limits(one: tuple[Result, P
     assert found["images_per_second"]["repeats"][0] == pytest.approx(found["batch_size"] / seconds[0])
     assert found["mfu"] is None and found["matmul_share"] > 0 and found["rates"]["bandwidth"] > 0
     assert found["memory_bytes"] > 1e7 and found["warm_up"]["steps"] > STEADY
+    assert list(found["start_seconds"]) == ["model", "attention", "first_step"]
+    assert found["start_seconds"]["first_step"] > 0
 
 
 def test_real_input_is_compared_with_synthetic_input_per_repeat(one: tuple[Result, Path]) -> None:
@@ -242,7 +244,16 @@ path = "nowhere"
 KEYS = {
     *("model", "plan", "schedule", "microbatches", "ranks", "batch_size", "precision", "compile", "attention"),
     *("device", "device_name", "warm_up", "steps", "step_seconds", "images_per_second", "mfu", "matmul_share", "rates"),
-    *("memory_bytes", "data", "phased_step_seconds", "phases", "between_seconds", "kernels", "warnings"),
+    *(
+        "memory_bytes",
+        "data",
+        "phased_step_seconds",
+        "start_seconds",
+        "phases",
+        "between_seconds",
+        "kernels",
+        "warnings",
+    ),
 }
 
 
@@ -277,5 +288,7 @@ INVALID = [
 
 def test_invalid_bench_options_are_refused(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "dataset.json").write_text("{}")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused(tmp_path, INVALID, "bench")

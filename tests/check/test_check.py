@@ -76,8 +76,8 @@ def make(patch: pytest.MonkeyPatch, mistake: str) -> None:
         case "replicas count twice in the norm":
             from vitpar.training import step
 
-            total = step.total_norm
-            patch.setattr(step, "total_norm", lambda *a, **k: total(*a, **k) * 2**0.5)
+            total = step.total_norms
+            patch.setattr(step, "total_norms", lambda *a, **k: total(*a, **k) * 2**0.5)
         case "not clipped":
             patch.setattr("vitpar.training.step.clip_", lambda *_: None)
         case "clipped to 1.2 times the limit":

@@ -118,7 +118,7 @@ def test_matching_profiles_in_the_folder_are_reused(tmp_path: Path, monkeypatch:
 
     def sources() -> int:
         before = len(measured)
-        automatic._profiled(recipe, config, "cpu", 2, automatic.PlanChooser())
+        automatic._profiled(recipe, config, "cpu", 2, automatic.MachineOptions())
         return len(measured) - before
 
     assert sources() == 2 and sources() == 0

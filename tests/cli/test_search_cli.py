@@ -27,7 +27,7 @@ from vitpar.strategy import parse
 from vitpar.strategy import validate as validated
 from vitpar.strategy.plan_json import read_plan
 from vitpar_cli.outputs import CADENCE, ProgressLines, origin
-from vitpar_cli.profiled import costs_of
+from vitpar_cli.profiled import MachineOptions
 from vitpar_cli.recipes import recipes
 from vitpar_cli.scaling import scaling
 from vitpar_cli.search import search
@@ -281,6 +281,6 @@ def test_profile_is_valid_for_models_of_equal_cost(tmp_path: Path) -> None:
     files = tmp_path / "hardware.json", tmp_path / "model.json"
     hardware.save(files[0])
     model.save(files[1])
-    costs_of(recipe(model__init="timm", model__norm_eps=1e-12), None, *files, None)
+    MachineOptions(*files).costs(recipe(model__init="timm", model__norm_eps=1e-12))
     with pytest.raises(PlannerError, match=r"was profiled with model depth 8 but the recipe has 4"):
-        costs_of(recipe(model__depth=4), None, *files, None)
+        MachineOptions(*files).costs(recipe(model__depth=4))

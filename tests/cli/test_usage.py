@@ -1,20 +1,14 @@
 """Command lines that cannot be parsed: one error line that says what to do. Options that set recipe keys."""
 
 import sys
-from collections.abc import Callable, Iterator
-from inspect import unwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import click
 import pytest
-import typer
 
-from vitpar.recipe import Recipe
-from vitpar_cli.check import check
-from vitpar_cli.main import app, main
-from vitpar_cli.recipe_options import settings
-from vitpar_cli.train import train
+from vitpar.recipe.request import RecipeRequest
+from vitpar_cli.main import main
+from vitpar_cli.recipe_options import OPTIONS, recipe
 
 
 def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[str, int]:
@@ -91,32 +85,21 @@ def test_help_and_version_are_not_errors(monkeypatch: pytest.MonkeyPatch, capsys
     assert ended.value.code == 2 and printed.err == "" and printed.out.count("Usage: vitpar") == 1
 
 
-def commands(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, Callable[..., None]]]:
-    if isinstance(command, click.Group):
-        for name, part in command.commands.items():
-            yield from commands(part, (*words, name))
-    elif command.callback is not None:
-        yield " ".join(words), unwrap(command.callback)
-
-
-COMMANDS = dict(commands(typer.main.get_command(app)))
-
-
-def test_options_map_to_existing_settings() -> None:
-    recipe = Recipe.model_validate({"data": {"path": "x"}})
-    for name, command in COMMANDS.items():
-        for key in settings(command, dict.fromkeys(command.__annotations__)):
-            section, _, setting = key.partition(".")
-            assert setting in type(getattr(recipe, section)).model_fields, name
-
-
 def test_option_values_have_recipe_types() -> None:
-    left_out: dict[str, Any] = dict.fromkeys(train.__annotations__)
-    given = {"split": "5,7", "weights": Path("w"), "data": Path("d"), "steps": 3, "debug_checks": True}
-    found = {key: value for key, value in settings(train, left_out | given).items() if value is not None}
-    assert found == {
-        **{"parallel.split": [5, 7], "model.weights": "w", "data.path": "d", "train.steps": 3},
+    names = ("recipe", "assignments", "split", "weights", "steps", "debug_checks", "batch_size", "own_model")
+    left_out: dict[str, Any] = dict.fromkeys(names)
+    group = recipe(*names, batch_size="Other help.")
+    assert group.make(**left_out) == RecipeRequest(
+        given=dict.fromkeys(
+            ("parallel.split", "model.weights", "train.steps", "faults.debug_checks", "train.batch_size")
+        )
+    )
+    given = {"split": "5,7", "weights": Path("w"), "steps": 3, "debug_checks": True, "recipe": Path("r")}
+    asked = group.make(**left_out | given | {"assignments": ["a.b=1"]})
+    assert isinstance(asked, RecipeRequest) and (asked.path, asked.assignments) == (Path("r"), ("a.b=1",))
+    assert {key: value for key, value in asked.given.items() if value is not None} == {
+        **{"parallel.split": [5, 7], "model.weights": "w", "train.steps": 3},
         "faults.debug_checks": True,
     }
-    assert settings(train, {**left_out, "debug_checks": False, "split": "even"})["faults.debug_checks"] is None
-    assert "train.batch_size" in settings(check, dict.fromkeys(check.__annotations__))
+    assert get_args(group.options["batch_size"])[1].help == "Other help."
+    assert "Images of a step" in get_args(OPTIONS["batch_size"])[1].help

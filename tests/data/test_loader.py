@@ -202,7 +202,7 @@ def test_missing_shard_is_never_skipped(damaged, workers):
 
 
 def decoding_threads():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("vitpar-decode")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("vitpar-ahead")]
 
 
 def test_closing_or_dropping_the_iterator_stops_its_threads(train):
@@ -243,7 +243,7 @@ def test_decoding_thread_starts_no_threads():
         import torch
         from vitpar.data.transforms.policies import parse_policy
         from vitpar.data.transforms.sample import EvalTransform, TrainTransform
-        from vitpar.data.loader import _compute_alone
+        from vitpar.threads import compute_alone
         image = np.random.default_rng(0).integers(0, 256, (480, 640, 3), np.uint8)
         train, wide = TrainTransform(256, flip=1.0, erase=1.0, color_jitter=(0.4, 0.4, 0.4)), image[:200]
         padded, keys = TrainTransform(256, flip=1.0, padding=200, policy=parse_policy("rand-p1")), np.arange(20)
@@ -252,7 +252,7 @@ def test_decoding_thread_starts_no_threads():
                 for mode in ("center", "squash", "border"):
                     EvalTransform(384, 0.9, interpolation, mode)(wide)
                 EvalTransform(480, 1.0, interpolation)(image)
-            _compute_alone()
+            compute_alone()
             alone.set()
             reset.wait()
             for transform in (train, padded):

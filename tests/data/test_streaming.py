@@ -71,7 +71,7 @@ def labels_of(batches: list[Any]) -> list[int]:
 
 
 def stream_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith(("vitpar-stream", "vitpar-decode"))]
+    return [t.name for t in threading.enumerate() if t.name.startswith(("vitpar-stream", "vitpar-ahead"))]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -10,7 +10,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-import commands_page
 from helpers.paths import ROOT
 
 LOADING = {"audio", "embed", "iframe", "img", "input", "link", "object", "script", "source", "track", "video"}
@@ -150,7 +149,3 @@ def test_broken_links_are_found(tmp_path: Path, link: str, broken: bool) -> None
 )
 def test_foreign_files_are_found(text: str, loads: bool) -> None:
     assert any(FOREIGN.match(source) for source in Page(text).loaded) == loads
-
-
-def test_the_page_of_commands_is_current() -> None:
-    assert (ROOT / "docs/commands.md").read_text() == commands_page.markdown(), "write it with `make docs`"

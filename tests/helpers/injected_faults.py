@@ -101,8 +101,19 @@ def after(path: str, act: Callable[..., None]) -> Install:
     return install
 
 
+def each(*installs: Install) -> Install:
+    """Return an installer of several: their places are counted together."""
+
+    def install(trap: Trap) -> None:
+        for one in installs:
+            one(trap)
+
+    return install
+
+
 STEP = "vitpar.training.trainer:Trainer.step"
-BLOCK = "vitpar.models.vit.layers:Block.forward"
+EVALUATION = "vitpar.training.trainer:evaluate"
+BLOCKS = ("vitpar.models.vit.layers:Block.forward", "vitpar.models.bert.layers:Block.forward")
 WRITE = "vitpar.checkpoint.atomic:write"
 
 
@@ -159,9 +170,9 @@ def named(start: str) -> Callable[..., bool]:
     return lambda path, *_: path.name.startswith(start)
 
 
-def asked(number: signal.Signals, launcher: bool = True) -> Install:
-    """Return an installer that sends a signal at a step to the launcher, or to the rank itself."""
-    return before(STEP, lambda *_: os.kill(os.getppid() if launcher and LAUNCHED else os.getpid(), number))
+def sent(number: signal.Signals, launcher: bool = True) -> Callable[..., None]:
+    """Return a fault: a signal to the launcher, or to the rank itself."""
+    return lambda *_, **__: os.kill(os.getppid() if launcher and LAUNCHED else os.getpid(), number)
 
 
 def slow(*_: Any) -> None:
@@ -171,8 +182,8 @@ def slow(*_: Any) -> None:
 
 
 FAULTS: dict[str, Install] = {
-    "killed in forward": before(BLOCK, kill),
-    "killed in backward": after(BLOCK, in_backward),
+    "killed in forward": each(*(before(block, kill) for block in BLOCKS)),
+    "killed in backward": each(*(after(block, in_backward) for block in BLOCKS)),
     # Between the update of the parameters and that of their averages.
     "killed in the optimizer": after(
         "vitpar.training.optim.optimizer:ShardedOptimizer.step", lambda trap, *_: trap(kill)
@@ -194,10 +205,15 @@ FAULTS: dict[str, Install] = {
     "read-only folder": before("vitpar.checkpoint.atomic:begin", read_only),
     "exception": before(STEP, fail),
     "slow rank, then SIGTERM": before(STEP, slow),
-    "SIGTERM to a rank": asked(signal.SIGTERM, launcher=False),
-    "SIGUSR1 to a rank": asked(signal.SIGUSR1, launcher=False),
-    "SIGTERM to the launcher": asked(signal.SIGTERM),
-    "Ctrl-C": asked(signal.SIGINT),
+    "SIGTERM to a rank": before(STEP, sent(signal.SIGTERM, launcher=False)),
+    "SIGUSR1 to a rank": before(STEP, sent(signal.SIGUSR1, launcher=False)),
+    "SIGTERM to the launcher": before(STEP, sent(signal.SIGTERM)),
+    "SIGTERM in a save": before(WRITE, sent(signal.SIGTERM), named("shard-")),
+    "SIGUSR1 in an evaluation": before(EVALUATION, sent(signal.SIGUSR1)),
+    "Ctrl-C": before(STEP, sent(signal.SIGINT)),
+    "launcher killed": before(STEP, sent(signal.SIGKILL)),
+    "SIGSTOP": before(STEP, sent(signal.SIGSTOP, launcher=False)),
+    "asleep": before(STEP, lambda *_: time.sleep(1000)),
 }
 TOLD = ("disk full", "disk full at the index", "file not seen by others", "read-only folder")
 """Faults that end a run with an error message about the disk."""
@@ -206,8 +222,10 @@ OF_RANK_0 = (
     *("disk full at the index", "read-only folder"),
 )
 """Faults at places that only rank 0 reaches."""
-OF_SAVES = (*OF_RANK_0, *TOLD, "killed while staging", "killed while writing")
+OF_SAVES = (*OF_RANK_0, *TOLD, "killed while staging", "killed while writing", "SIGTERM in a save")
 """Faults at places that are reached once per checkpoint, not once per step."""
+HANGS = ("SIGSTOP", "asleep")
+"""Faults after which the other ranks wait."""
 
 
 def main() -> None:

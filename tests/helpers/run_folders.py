@@ -80,6 +80,6 @@ def write_run(
     (folder / "recipe.toml").write_text(RECIPE.format(steps=steps))
     write_plan(folder / "plan.json", replace(parse(mesh), microbatches=microbatches or 1))
     command = ["/usr/bin/vitpar", "train", "--mesh", mesh]
-    about = {"command": command, "torch": "2.13.0", "python": "3.11.7", "devices": [], "cpu_count": 2}
+    about = {"commands": [[0, command]], "torch": "2.13.0", "python": "3.11.7", "devices": [], "cpu_count": 2}
     (folder / "env.json").write_text(json.dumps(about | environment))
     return folder

@@ -44,8 +44,12 @@ MODEL: dict[str, Any] = {
 
 
 def recipe_text(**settings: Any) -> str:
-    """Return a recipe file with MODEL and other settings, by their keys. More sections can follow."""
-    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in (MODEL | settings).items())
+    """Return a recipe file with MODEL and other settings, by their keys. More sections can follow.
+
+    None leaves a setting out.
+    """
+    given = {key: value for key, value in (MODEL | settings).items() if value is not None}
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in given.items())
 
 
 def recipe_of(data: Path, mesh: str, **changed: Any) -> Recipe:

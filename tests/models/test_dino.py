@@ -20,6 +20,7 @@ from vitpar.models.dino.config import DINOConfig
 from vitpar.models.families import config_from_json, config_to_json
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
+from vitpar.models.lora import adapted
 from vitpar.tasks.block_masks import block_masks
 
 KEYS = torch.arange(1, 6) * 1_000_003
@@ -32,6 +33,13 @@ CASES: dict[str, dict[str, Any]] = {
     "layer scale, own head of patches": {"layer_scale": 0.1, "patch_head": True, "qkv_bias": "qv"},
     "no local crops": {"local_crops": 0},
 }
+
+
+def test_adapters_have_the_rate_of_what_they_adapt() -> None:
+    config, name = adapted(dino(), 2, 4.0), "blocks.0.attn.qkv.lora_A.weight"
+    assert name in {f"blocks.0.{name}" for name in config.layers["blocks.0"].parameters}
+    assert (config.rate_part(name), config.rate_part("head.class_head.mlp1.weight")) == ("backbone", "heads")
+    assert (config.clip_part(name), config.clip_part("head.class_head.fc.weight")) == ("backbone", "class_head")
 
 
 @pytest.mark.parametrize("case", CASES)

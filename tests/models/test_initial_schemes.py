@@ -17,7 +17,7 @@ from helpers.plans import EVERYTHING
 from vitpar import ViTConfig, model_config
 from vitpar.errors import ModelError
 from vitpar.models import initial
-from vitpar.models.initial import initial_value, initialise, seeding_name
+from vitpar.models.initial import initial_value, initial_values, initialise, seeding_name
 from vitpar.models.layers import LayeredModel
 from vitpar.models.vit.initial import SCHEMES
 
@@ -220,6 +220,19 @@ def test_large_tensors_do_not_depend_on_the_chunk_size(monkeypatch: pytest.Monke
     before = fingerprints()
     monkeypatch.setattr(initial, "CHUNK", 1000)
     assert fingerprints() == before
+
+
+def test_threads_draw_the_same_values_and_leave_the_number_of_threads() -> None:
+    config, threads = config_of(), torch.get_num_threads()
+    before = one_process(0, config)
+    shapes = {name: value.shape for name, value in before.items()}
+    torch.set_num_threads(3)
+    try:
+        after = dict(initial_values(shapes, 0, config, threads=3))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(threads)
+    assert list(after) == list(before) and all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_unknown_scheme_is_refused() -> None:

@@ -9,24 +9,13 @@ import pytest
 import torch
 
 from helpers.parity import TASKS, parts_of, run_case, skip_what_cannot_run
-from helpers.paths import ROOT
 from helpers.plans import SGD, Case
 from helpers.ranks import RankPool
+from pages.support import MODELS, combinations, page, splits
 from vitpar import Plan, model_config, parse, validate
 from vitpar.check import CheckResult
 from vitpar.errors import StrategyError
-from vitpar.strategy.support import (
-    CLASHES,
-    DIMENSIONS,
-    MODELS,
-    Clash,
-    combinations,
-    features,
-    page,
-    refuse_apart,
-    refuse_clashes,
-    splits,
-)
+from vitpar.strategy.support import CLASHES, DIMENSIONS, Clash, features, refuse_apart, refuse_clashes
 
 STRUCTURE = ("data", "tensor", "schedule", "checkpoint")
 """Dimensions of the support matrix that decide the plan."""
@@ -195,7 +184,3 @@ def test_a_plan_of_a_model_is_refused_where_the_page_says_so(family: str) -> Non
                 validate(plan, config, 16)
         else:
             validate(plan, config, 16)
-
-
-def test_docs_page_is_up_to_date() -> None:
-    assert (ROOT / "docs" / "support.md").read_text() == page(), "run `make docs`"

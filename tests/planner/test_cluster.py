@@ -20,7 +20,7 @@ from vitpar.planner.profile.estimate import estimate_model
 from vitpar.recipe.request import RecipeRequest
 from vitpar.strategy import parse, validate
 from vitpar.training.metrics import peak_flops
-from vitpar_cli.profiled import costs_of, planned_recipe
+from vitpar_cli.profiled import MachineOptions, planned_recipe
 
 SHIPPED = sorted(file.name.removesuffix(".toml") for file in (files("vitpar") / "clusters").iterdir())
 MODELS = ("vit_small_patch16_224", "vit_base_patch16_224", "vit_giant_patch14_224")
@@ -155,7 +155,7 @@ def test_fp8_helps_wide_compiled_blocks_only() -> None:
 def test_estimates_assume_compiled_blocks_unless_disabled() -> None:
     for wanted, compiled in ((None, True), (True, True), (False, False)):
         asked = planned_recipe(RecipeRequest(given={"model.name": MODELS[0], "train.compile": wanted}))
-        model = costs_of(asked, "1xH100", None, None, 10).model
+        model = MachineOptions(cluster="1xH100", num_classes=10).costs(asked).model
         assert model.compiled is compiled and model.estimated
 
 

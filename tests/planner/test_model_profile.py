@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import vitpar.planner.measure.clock as timing
 import vitpar.planner.measure.model as profiling
+from helpers.dino_models import dino
 from helpers.mae_models import mae
 from helpers.text_models import bert, t5
 from vitpar.errors import PlannerError
@@ -166,7 +167,7 @@ def test_estimated_memory_matches_the_measured_bytes(precision: str, monkeypatch
                     assert abs(guessed - per_row) <= max(0.06 * per_row, few), (tensor, policy, kind)
 
 
-@pytest.mark.parametrize("config", [mae(), bert(), t5()], ids=lambda config: config.FAMILY)
+@pytest.mark.parametrize("config", [mae(), bert(), t5(), dino()], ids=lambda config: config.FAMILY)
 @pytest.mark.parametrize("mesh", ["dp1", "fsdp2xtp2", "tp2+sp"])
 def test_layers_of_models_without_classes_are_measured(config: ModelConfig, mesh: str) -> None:
     """The head runs with the loss of tokens or patches, of which a rank may have a part."""

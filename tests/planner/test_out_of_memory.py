@@ -12,7 +12,7 @@ from vitpar.planner.measure import device as device_file
 from vitpar.planner.out_of_memory import estimate_memory, explain_memory, is_out_of_memory, memory_of, memory_warning
 from vitpar.recipe import Recipe
 from vitpar.recipe.sections import DataSection
-from vitpar_cli.profiled import costs_of
+from vitpar_cli.profiled import MachineOptions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 ERROR = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -111,7 +111,7 @@ def test_images_that_a_gpu_holds_are_counted(tmp_path: Path) -> None:
 
     plain = recipe("dp2")
     assert need(held, "cuda") - need(plain, "cuda") == bytes_held and need(held, "cpu") == need(plain, "cpu")
-    costs = [costs_of(asked, "8xH100", None, None, 7) for asked in (held, plain)]
+    costs = [MachineOptions(cluster="8xH100", num_classes=7).costs(asked) for asked in (held, plain)]
     assert costs[0].hardware.reserved_bytes - costs[1].hardware.reserved_bytes == bytes_held
     refused = pytest.raises(DeviceMemoryError, match=r"or data\.cache memory$")
     with refused, explain_memory(held, config, held.plan(config), CPU):

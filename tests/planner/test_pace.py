@@ -164,7 +164,8 @@ def test_plans_with_inconsistent_runs_are_repeated() -> None:
     assert measured_before([price], [row]) == [second]
     with pytest.raises(PlannerError, match=r"row 1 is of dp2, not of 'dp4'"):
         measured_before([price], [row | {"strategy": "dp2"}])
-    with pytest.raises(PlannerError, match=r"row 1 is damaged \(KeyError\)"):
-        measured_before([price], [{}])
+    for damaged, why in (({}, "KeyError"), (row | {"runs": []}, "StatisticsError")):
+        with pytest.raises(PlannerError, match=rf"row 1 is damaged \({why}\)"):
+            measured_before([price], [damaged])
     assert row["measured_seconds"] == pytest.approx(2.2)
     assert accuracy([row])["repeat"] == pytest.approx({"mean": 2.5, "largest": 2.5})

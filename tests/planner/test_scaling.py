@@ -17,6 +17,7 @@ from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.report.data import plan_of
 from vitpar.planner.report.scaling import Regime, best_on, images, with_efficiency
+from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
 from vitpar_cli.scaling import scaling as command
 
@@ -32,7 +33,7 @@ def points(regime: Regime, memory: float = 40e9) -> list[dict[str, Any]]:
     found = []
     for ranks in (1, 2, 4, 8):
         batch = images(regime, 512, ranks, 8)
-        found.append(best_on(ranks, batch, Space(CONFIG, ranks, (batch,), "bf16"), costs(ranks), memory))
+        found.append(best_on(Search(Space(CONFIG, ranks, (batch,), "bf16"), costs(ranks)), memory))
     return with_efficiency(found)
 
 

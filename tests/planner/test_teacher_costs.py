@@ -54,3 +54,9 @@ def test_search_leaves_room_for_the_teacher() -> None:
     assert best[0].plan == best[1].plan
     with pytest.raises(PlannerError, match="no plan fits"):
         run_search(taught, room)
+
+
+def test_search_gives_ranks_whole_groups_of_images() -> None:
+    costs = estimated_costs(SMALL, "8xA100", "bf16", teacher=PlannedTeacher(SMALL, None, group=16))
+    plans = run_search(make_search(costs, (64,), 2), 80e9).plans
+    assert {64 // (plan.plan.data_parallel * (plan.plan.microbatches or 1)) for plan in plans} <= {16, 32, 64}

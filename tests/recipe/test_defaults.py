@@ -3,18 +3,16 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from helpers.paths import ROOT
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.errors import ModelError, RecipeError
 from vitpar.intervals import Interval
-from vitpar.recipe import DEFAULT_RECIPE, Recipe, defaults, read_recipe, reference
+from vitpar.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 from vitpar.recipe.defaults import MAX_LR, ROWS, default_model, recipe_for, row_for, with_defaults
 from vitpar.recipe.reference import find, settings
 from vitpar.tasks.image_data import transforms
@@ -29,11 +27,6 @@ STREAM = {
     "stream.classes": 4,
 }
 SIZES = (60, 1_437, 50_000, 126_689, 1_281_167, 13_000_000, 300_000_000)
-
-
-@pytest.mark.parametrize(("page", "made"), [("defaults", defaults.markdown), ("settings", reference.markdown)])
-def test_docs_page_is_up_to_date(page: str, made: Callable[[], str]) -> None:
-    assert (ROOT / "docs" / f"{page}.md").read_text() == made(), "write it with `make docs`"
 
 
 def test_rows_are_in_order_and_have_sources() -> None:

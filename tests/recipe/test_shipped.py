@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from helpers.oracles import timm
-from helpers.paths import ROOT
 from vitpar.errors import RecipeError
 from vitpar.models.layers import LayeredModel
-from vitpar.planner.recipe_page import gpu_hours, markdown
+from vitpar.planner.gpu_hours import gpu_hours
+from vitpar.recipe.rates.schedules import Schedules
 from vitpar.recipe.shipped import ShippedRecipe, shipped_recipe, shipped_recipes
 from vitpar.tasks import task_of
 from vitpar.training.optim.optimizer import ShardedOptimizer
@@ -188,8 +189,57 @@ def test_loss_and_augmentation_are_the_sources(name: str) -> None:
     assert (recipe.optimizer.name, recipe.lr) == (source.opt, pytest.approx(source.lr))
 
 
-def test_page_and_durations_are_of_the_recipes() -> None:
-    assert (ROOT / "docs/recipes.md").read_text() == markdown(), "write it with `make docs`"
+def test_self_distillation_has_the_numbers_of_dinov2() -> None:
+    """Settings of ssl_default_config.yaml, the schedules of train.py and parameter groups of param_groups.py."""
+    recipe = RECIPES["dinov2_vitl16_short"].recipe()
+    task = task_of(recipe, 1000)
+    config = recipe.config(task.outputs, task.model_options)
+    heads = {"num_classes": 65_536, "head_bottleneck_dim": 256, "head_hidden_dim": 2048, "patch_head": False}
+    sizes = {"local_crops": 8, "local_size": 96, "drop_path": 0.3, "layer_scale": 1e-5, "image_size": 224}
+    assert {key: getattr(config, key) for key in heads | sizes} == heads | sizes
+    losses = {"dino_weight": 1, "ibot_weight": 1, "koleo_weight": 0.1, "student_temp": 0.1, "centering": "centering"}
+    masks = {"mask_probability": 0.5, "mask_ratio_min": 0.1, "mask_ratio_max": 0.5, "local_crops_scale": (0.05, 0.32)}
+    assert {key: getattr(task, key) for key in losses | masks} == losses | masks
+    train, optimizer = recipe.train, recipe.optimizer
+    assert (train.batch_size, train.clip_grad_norm, train.clip_by_part, optimizer.betas) == (
+        64 * 32,
+        3,
+        True,
+        (0.9, 0.999),
+    )
+    assert recipe.data.crop_scale == (0.32, 1.0) and recipe.data.interpolation == "bicubic"
+    epoch = 1250
+    schedules = Schedules.of(recipe, 1_281_167, config)
+    named = {**schedules.named, **task.schedules(schedules.lr.run)}
+    assert schedules.lr.run.steps == 100 * epoch
+
+    def cosine(first: float, last: float, warmup: int = 0) -> np.ndarray:
+        steps = np.arange(100 * epoch - warmup)
+        falls = last + 0.5 * (first - last) * (1 + np.cos(np.pi * steps / len(steps)))
+        return np.concatenate([np.linspace(0, first, warmup), falls])
+
+    rate = 4e-3 * math.sqrt(2048 / 1024)
+    expected = {
+        "weight_decay": cosine(0.04, 0.4),
+        "ema_decay": cosine(0.992, 1.0),
+        "teacher_temp": np.concatenate([np.linspace(0.04, 0.07, 30 * epoch), np.full(70 * epoch, 0.07)]),
+        "rate_prototypes": (np.arange(100 * epoch) >= epoch).astype(float),
+        "rate_backbone": np.ones(100 * epoch),
+        "rate_patch_embed": np.full(100 * epoch, 0.2),
+        "lr": cosine(rate, 1e-6, 10 * epoch),
+    }
+    named["lr"] = schedules.lr
+    for key, values in expected.items():
+        for step in range(0, 100 * epoch, 997):
+            # There the first step after the warm-up has the largest rate once more.
+            assert named[key](step + 1) == pytest.approx(values[step], rel=1e-3 if key == "lr" else 1e-9), (key, step)
+    decays = {name: config.layers_above(name) for name in ("embed.pos_embed", "embed.patch_embed.proj.weight")}
+    assert decays == {"embed.pos_embed": 25, "embed.patch_embed.proj.weight": 25}  # 0.9 ** (24 + 1 - 0)
+    assert [config.layers_above(name) for name in ("blocks.0.norm1.weight", "blocks.23.norm1.weight")] == [24, 1]
+    assert config.layers_above("head.class_head.mlp1.weight") == 0 and optimizer.layer_decay == 0.9
+
+
+def test_durations_are_of_the_recipes() -> None:
     assert 5 < gpu_hours(RECIPES["deit_small"]) < gpu_hours(RECIPES["deit3_small"]) < gpu_hours(RECIPES["deit3_large"])
     with pytest.raises(RecipeError, match=r"no shipped recipe 'deit_smal' .did you mean 'deit_small'\?"):
         shipped_recipe("deit_smal")

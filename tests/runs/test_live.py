@@ -14,7 +14,7 @@ from helpers.html_pages import Page, data_of
 from helpers.run_folders import RECIPE, eval_row, start, train_row, write_run
 from vitpar.errors import LaunchError
 from vitpar.runs import live
-from vitpar.runs.live import LiveReport, serve
+from vitpar.runs.live import LiveReport
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveReport]:
     monkeypatch.setattr(live, "REST", 0.0)
-    with serve([run], 0, "vitpar report mine") as server:
+    with LiveReport([run], 0, "vitpar report mine") as server:
         thread = threading.Thread(target=server.run)
         thread.start()
         yield server
@@ -67,7 +67,7 @@ def test_only_its_own_paths_methods_and_host_names_are_answered(server: LiveRepo
         assert status == 403 and "<" not in text, host
     assert asked(server, host=f"localhost:{server.server_port}")[0] == 200
     with pytest.raises(LaunchError, match=f"cannot listen on port {server.server_port}: .* --port"):
-        serve([run], server.server_port)
+        LiveReport([run], server.server_port)
     (run / "metrics.jsonl").unlink()
     (run / "metrics.jsonl").mkdir()
     status, text = asked(server)
@@ -81,7 +81,7 @@ def boarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveRep
         run = write_run(tmp_path / "runs" / name, [train_row(1), eval_row(1, top1=0.5 + seed / 10)])
         (run / "recipe.toml").write_text(f"{RECIPE.format(steps=60)}seed = {seed % 2}\n")
     write_run(tmp_path / "secret", [train_row(1)])
-    with serve(tmp_path / "runs", 0) as server:
+    with LiveReport(tmp_path / "runs", 0) as server:
         thread = threading.Thread(target=server.run)
         thread.start()
         yield server
@@ -111,7 +111,7 @@ def test_the_end_of_a_killed_run_is_noticed(tmp_path: Path, monkeypatch: pytest.
     run = write_run(tmp_path / "mine", [train_row(1)], events=[start("dp2", 60)])
     with (run / "log.txt").open("a") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with serve([run], 0) as server:
+        with LiveReport([run], 0) as server:
             running = server.page()
             assert server.page() == running and "running" in Page(running[0].decode()).text
             fcntl.flock(held, fcntl.LOCK_UN)

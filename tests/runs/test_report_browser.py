@@ -12,7 +12,7 @@ from helpers.browser import CUT, DRAWN, Tab, shown
 from helpers.run_folders import eval_row, event, start, train_row, write_run
 from vitpar.runs import live
 from vitpar.runs.folder import RunRecord
-from vitpar.runs.live import serve
+from vitpar.runs.live import LiveReport
 from vitpar.runs.page import report
 
 pytestmark = pytest.mark.slow
@@ -180,7 +180,7 @@ def test_a_board_is_sorted_and_keeps_what_is_marked(
     for name, loss in (("one", 0.5), ("two", 0.1), ("three", 0.3)):
         write_run(tmp_path / name, [train_row(1), eval_row(1, loss=loss)])
     names = "[...document.querySelectorAll('.runs td:nth-child(2)')].map(cell => cell.textContent).join()"
-    with serve(tmp_path, 0) as server:
+    with LiveReport(tmp_path, 0) as server:
         thread = threading.Thread(target=server.run)
         thread.start()
         tab = Tab(chrome, server.url)
@@ -202,7 +202,7 @@ def test_a_board_is_sorted_and_keeps_what_is_marked(
 def test_a_live_page_updates_itself(chrome: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "REST", 0.0)
     run = write_run(tmp_path / "mine", [train_row(step) for step in range(1, 41)], events=[start("dp2", 60)])
-    with serve([run], 0) as server:
+    with LiveReport([run], 0) as server:
         thread = threading.Thread(target=server.run)
         thread.start()
         tab = Tab(chrome, server.url)

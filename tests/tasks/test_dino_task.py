@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers import dino_formulas
 from helpers.command_line import Command, Refused
 from helpers.dino_models import CROPS, PROTOTYPES, SETTINGS, SIZES
 from helpers.ranks import RankPool
@@ -16,12 +17,18 @@ from helpers.trained import assembled, rows, trainer_of
 from vitpar import parse
 from vitpar.check import check_plan
 from vitpar.check.compare import CheckResult
+from vitpar.check.samples import draw_samples
+from vitpar.models.dino.config import DINOConfig
+from vitpar.models.layers import LayeredModel
 from vitpar.recipe import read_recipe
 from vitpar.recipe.defaults import recipe_for
 from vitpar.recipe.rates.shapes import RunLengths
-from vitpar.tasks import task_of
+from vitpar.tasks import input_rate, task_of
 from vitpar.tasks.dino import DINO
+from vitpar.tasks.self_teacher import SelfTeacher
 from vitpar.tasks.soft_loss import soft_cross_entropy
+from vitpar.tasks.task import StepInput
+from vitpar.training.build import build
 from vitpar.training.probe.running import collapse_warning
 from vitpar.weights.folder import open_weights
 
@@ -48,6 +55,7 @@ QUICK = ("dp1", "tp2+sp", "pp2xtp2", "pp2xdp2", "pp2: embed=fsdp2, 0-1=tp2, 2=dp
 def checked(device: torch.device, mesh: str, settings: dict[str, Any]) -> CheckResult:
     """Compare a training in float64 with one process. Runs on every rank."""
     values = {"data.path": "unused", "train.steps": 1, "train.batch_size": 16, "train.precision": "fp64", **SETTINGS}
+    values |= {"train.clip_grad_norm": 0.1, "train.clip_by_part": True}
     recipe = read_recipe(None, {**values, "parallel.mesh": mesh, **settings})
     task = task_of(recipe, 1)
     config = recipe.config(task.outputs, task.model_options)
@@ -78,6 +86,48 @@ def test_loss_is_the_cross_entropy_of_torch() -> None:
         expected = expected + 0.5 * 0.5 * weight * entropy
     torch.testing.assert_close(loss / 4, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(found / 4, *torch.autograd.grad(expected, scores), rtol=1e-10, atol=1e-12)
+
+
+def by_formulas(device: torch.device, options: dict[str, Any], sizes: dict[str, Any]) -> None:
+    """Compare loss and gradients of one process with ``helpers.dino_formulas``."""
+    values = {"data.path": "unused", "train.steps": 1, "train.batch_size": 16, "train.precision": "fp64", **SETTINGS}
+    values |= {"task.options": {"prototypes": PROTOTYPES, "koleo_group": 16, **options}, "parallel.mesh": "dp1"}
+    recipe = read_recipe(None, values | {"model.options": {**CROPS, **sizes}})
+    task = task_of(recipe, 1)
+    config = recipe.config(task.outputs, task.model_options).perturbed
+    trained, (drawn,) = (
+        build(recipe, config, recipe.plan(config), device, task),
+        draw_samples(recipe, config, task, 1, 0).plain,
+    )
+    model, teacher = trained.model, trained.teacher
+    assert isinstance(teacher, SelfTeacher) and isinstance(config, DINOConfig)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in teacher.model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    if (center := teacher.center) is not None:
+        center = center.normal_().clone()
+    pixels, sides = drawn.inputs.double(), dict(drawn.sides)
+    targets = teacher.targets(StepInput(pixels, pixels[:0], drawn.keys, sides))
+    part = model.forward_backward(pixels, targets, drawn.keys, **sides)
+    plain = [LayeredModel(c).double() for c in (config, config.of_teacher)]
+    for copy, source in zip(plain, (model, teacher.model), strict=True):
+        copy.load_state_dict(dict(source.named_parameters()), strict=False)
+    expected = dino_formulas.loss(*plain, (config, config.of_teacher), pixels, sides["masks"], 0.04, center)
+    expected.backward()
+    assert part.item() == pytest.approx(expected.item(), rel=1e-10)
+    there = dict(plain[0].named_parameters())
+    for name, p in model.named_parameters():
+        assert p.grad is not None and (found := there[name].grad) is not None
+        assert (p.grad - found).norm() <= 1e-10 * found.norm(), name
+
+
+@pytest.mark.parametrize("options", [{}, {"centering": "centering"}], ids=str)
+@pytest.mark.parametrize("sizes", [{"patch_head": True}, {"local_crops": 0}], ids=str)
+def test_loss_and_gradients_equal_other_formulas(
+    options: dict[str, Any], sizes: dict[str, Any], ranks: Callable[[int], RankPool]
+) -> None:
+    ranks(1).run(by_formulas, options, sizes)
 
 
 def centred(device: torch.device, mesh: str, settings: dict[str, Any], run_dir: Path) -> tuple[list[float], Any]:
@@ -126,6 +176,19 @@ def test_centring_subtracts_the_mean_of_earlier_batches_under_any_plan(
         assert others == pytest.approx(losses, rel=1e-10)
 
 
+def test_rate_of_input_counts_all_crops(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = read_recipe(None, {"data.path": str(data), "train.steps": 1, **SETTINGS})
+    sizes, loader = list[int](), input_rate.TrainLoader
+
+    def recorded(shards: Any, views: Any, **settings: Any) -> Any:
+        sizes.extend(view.size for view in views)
+        return loader(shards, views, **settings)
+
+    monkeypatch.setattr(input_rate, "TrainLoader", recorded)
+    assert input_rate.input_rate(recipe, recipe.config(1), "cpu")
+    assert sizes == [16, 16, 8, 8, 8]
+
+
 def test_schedules_are_those_of_dinov2() -> None:
     schedules = DINO(backbone_rate=0.5, heads_first=0.05).schedules(RunLengths(1250 * 64, 64, 125_000))
     temperatures = np.concatenate([np.linspace(0.04, 0.07, 37_500), [0.07] * 10])
@@ -144,6 +207,7 @@ def test_default_settings_are_those_of_the_short_configuration() -> None:
     assert recipe.model.name == "dino_vit_small_patch16_224" and recipe.lr == pytest.approx(4e-3 * 2**0.5, rel=1e-3)
     assert (recipe.optimizer.weight_decay, recipe.optimizer.weight_decay_end) == (0.04, 0.4)
     assert (recipe.train.ema_decay, recipe.train.ema_decay_end, recipe.train.clip_grad_norm) == (0.992, 1.0, 3.0)
+    assert recipe.train.clip_by_part
     assert recipe.model.drop_path == 0.3 and recipe.data.crop_scale == (0.32, 1.0) and recipe.train.epochs == 100
 
 
@@ -226,6 +290,11 @@ REFUSED = (
     ),
     ("train --data data --task dino --steps 1 --set task.options.koleo_group=1", "koleo_group is 1, not from 2 to"),
     ("train --data data --task dino --steps 1 --set task.options.mask_ratio_max=0.6", "is 0.6, not from 0 to 0.5"),
+    (
+        "train --data data --task dino --steps 1 --dry-run --mesh dp4 --batch-size 48",
+        "a rank has 12 of the 48 images of a micro-batch under 'dp4', which are no groups of 16 for KoLeo: set",
+    ),
+    ("plan pp2xtp2+sp --task dino --batch-size 16", "a rank has 4 of the 4 images of a micro-batch under"),
     ("check --task dino --set task.options.centering=centering", "vitpar check has no formula of its own"),
     ("train --data data --task dino --steps 1 --set task.options.blur=[1,2]", "blur has 2 numbers instead of 3"),
     (

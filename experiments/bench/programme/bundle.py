@@ -15,6 +15,8 @@ from vitpar.data.sources import open_source
 
 FOLDER = ROOT / "gpu-bundle"
 WHEELS, CIFAR = FOLDER / "wheels", FOLDER / "cifar10"
+DECODER = FOLDER / "decoder"
+"""Folder of the wheel that decodes JPEGs on the GPU: too large to travel with CIFAR-10, which no call reads with it."""
 MIB = 2**20
 TREE_MIB = 64
 """Largest working tree with what is carried, in MiB."""
@@ -46,9 +48,9 @@ REHEARSAL = ROOT / ".venv-gpu"
 
 def download_wheels(constraints: Path) -> None:
     """Download the wheels for the machine's Python, at the tested versions. Raises ValueError with pip's message."""
-    WHEELS.mkdir(parents=True, exist_ok=True)
-    for wheel in WHEELS.glob("*.whl"):
-        wheel.unlink()
+    for folder in (WHEELS, DECODER):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
     command = [
         sys.executable,
         *PIP,
@@ -64,6 +66,8 @@ def download_wheels(constraints: Path) -> None:
     done = subprocess.run([*command, "-c", str(constraints), *PACKAGES], capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"the wheels cannot be downloaded: {done.stderr.strip()[-500:]}")
+    for wheel in WHEELS.glob("torchcodec-*.whl"):
+        wheel.rename(DECODER / wheel.name)
 
 
 def rehearsal_python(base: str) -> Path:
@@ -131,7 +135,7 @@ def _jpeg(data: bytes) -> bytes:
 
 def carried(call: Call) -> list[Path]:
     """Return what a call needs beside the working tree."""
-    return [WHEELS, CIFAR] if call.takes_data else [WHEELS]
+    return [WHEELS, CIFAR if call.takes_data else DECODER]
 
 
 def tree_bytes(call: Call) -> int:

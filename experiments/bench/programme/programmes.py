@@ -104,9 +104,9 @@ def product(name: str, limit: float, prediction: str, *words: str, small: tuple[
     return Job(name, limit, prediction, (*command, *few), rehearsal=tiny, reads="stdout")
 
 
-def peers(model: str, limit: float, prediction: str) -> Job:
-    """Return a comparison of vitpar's step with other loops on one model."""
-    only = ("--only", "vitpar_step", "timm_loop", "--rounds", "4", "--steps", "10")
+def peers(model: str, limit: float, prediction: str, *others: str) -> Job:
+    """Return a comparison of vitpar's step with timm's loop on one model, and with `others`."""
+    only = ("--only", "vitpar_step", "timm_loop", *others, "--rounds", "4", "--steps", "10")
     command = ("experiments/bench_peers.py", "--device", "cuda", "--models", model, *only, "--minutes", MINUTES)
     small = ("--precision", "fp32", "--models", "vit_tiny_patch16_224", "--steps", "1", "--minutes", "9")
     return Job(f"peers {model}", limit, prediction, (*command, "--json", RESULT), rehearsal=(*TINY, *small))
@@ -142,6 +142,9 @@ def planner(name: str, limit: float, prediction: str, *words: str, small: tuple[
 STEPS = ("--sections", "vitpar", "--steps", "6", "--models")
 INPUT = ("--sections", "vitpar", "input", "--steps", "6", "--batch-size", "256")
 WAYS = ("--workers", "4", "8", "15", "--augment", "crop", "rand", "--decode", "host", "device")
+START = ("--model", LARGE, "--batch-size", "64", "--steps", "5")
+SMALL = ("--model", "vit_tiny_patch16_224", "--warmup", "1")
+"""Words that a rehearsal of START adds."""
 HARDWARE, MODEL, RECIPE = f"{WORK}/hardware.json", f"{WORK}/model.json", "experiments/planner_gpu.toml"
 SMALL_MODEL = ("--recipe", "experiments/planner.toml")
 PROFILED = ("--recipe", RECIPE, "--ranks", "1", "--out", MODEL)
@@ -224,6 +227,17 @@ PROGRAMMES: dict[str, tuple[Call, ...]] = {
                 (bench("JPEG", 420, "at most 1.05 with 15 threads", *INPUT, *WAYS, "--models", BASE),),
             )
         ),
+    ),
+    # Start of a process, without and with what the compiler has cached; peers on larger models.
+    "P": (
+        Call(
+            (
+                (product("first start", 150, "60 s to the end of the first step", *START, small=SMALL),),
+                (product("second start", 75, "20 s to the end of the first step", *START, small=SMALL),),
+                (peers(LARGE, 220, "timm takes 1.1 to 1.25 times as long, by hand 1.0", "plain"),),
+            )
+        ),
+        Call(((peers(HUGE, 300, "timm takes 1.05 to 1.2 times as long, by hand 1.0", "plain"),),)),
     ),
     # Quality: the small model to the end of the time.
     "D": (Call(((cifar(560, "top-1 91 to 93 % after about 500 epochs"),),)),),

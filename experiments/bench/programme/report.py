@@ -104,7 +104,7 @@ def _steps(runs: Runs) -> Iterator[str]:
 
 
 def _products(runs: Runs) -> Iterator[str]:
-    """Yield the table of ``vitpar bench``, and the time of each phase with its limit."""
+    """Yield the table of ``vitpar bench``, with the time of each phase and of each part of the start."""
     rows = []
     for job, run in runs.items():
         if "phased_step_seconds" not in (run["found"] or {}):
@@ -120,9 +120,10 @@ def _products(runs: Runs) -> Iterator[str]:
             f"{found['memory_bytes'] / 2**30:.1f}",
             str(found["attention"]),
         ]
-        rows.append([job, f"{_named(found)}", run["prediction"], *(cell or "–" for cell in cells), phases])
+        start = ", ".join(f"{part} {seconds:.1f}" for part, seconds in found.get("start_seconds", {}).items())
+        rows.append([job, f"{_named(found)}", run["prediction"], *(cell or "–" for cell in cells), phases, start])
     columns = ("program", "model, batch", "predicted", "ms", "ms without data")
-    columns = (*columns, "samples/s", "MFU", "GiB", "attention", "phases, ms")
+    columns = (*columns, "samples/s", "MFU", "GiB", "attention", "phases, ms", "start, s")
     yield from table(columns, rows)
 
 

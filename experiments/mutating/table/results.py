@@ -93,8 +93,8 @@ MUTATIONS = (
         name="clipping-off",
         breaks="A step does not clip gradients, whatever the recipe says.",
         file="src/vitpar/training/step.py",
-        old="clip_(gradients, norm, self._limit, scale)",
-        new="clip_(gradients, norm, 0.0, scale)",
+        old="clip_(part, of_part, self._limit, scale)",
+        new="clip_(part, of_part, 0.0, scale)",
         caught_by=f"pytest {RUN}",
     ),
 )

@@ -39,7 +39,7 @@ MUTATIONS = (
         name="fp16-norm-scaled",
         breaks="In fp16 the norm is that of the scaled gradients, so clipping sees a norm that is too large.",
         file="src/vitpar/training/step.py",
-        old="            norm = norm / scale if self._scaler else norm\n",
+        old="            norms = norms / scale if self._scaler else norms\n",
         new="",
         caught_by="pytest tests/training/optim/test_fp16.py::test_fp16_losses_and_norms_match_fp32",
     ),

@@ -60,6 +60,7 @@ def bench(
     settings: Settings = Settings(),
     *,
     task: Task | None = None,
+    begun: float | None = None,
     traces: Path | None = None,
     report: Report = lambda words: None,
 ) -> dict[str, Any]:
@@ -71,22 +72,27 @@ def bench(
     config, plan: as for ``vitpar.training.build``.
     images: training set to read; None for synthetic input.
     task: as for `build`.
+    begun: when the command began, in seconds since the epoch; None leaves the start of the processes out.
     traces: folder for the profiler's traces, one per rank; None for no profile.
     report: called with a description of each part of the measurement when it starts.
 
     The learning rate is 0, so that every step does the same work, whatever the recipe. Raises DataError for data that
     cannot be used.
     """
+    start = {} if begun is None else {"processes": time.time() - begun}
     report("building the model")
-    trained = build(recipe, config, plan, device, task, {TRAINING_DATA: images})
+    with _timed(start, "model"):
+        trained = build(recipe, config, plan, device, task, {TRAINING_DATA: images})
     recipe = trained.recipe
-    attention = trained.choose_attention()
+    with _timed(start, "attention"):
+        attention = trained.choose_attention()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # the choice of attention allocated memory for its trials
     source = trained.input()
     feed: Feed = Synthetic(source) if images is None else Loaded(source, images)
     runner = StepRunner(trained)
     warm_up = runner.warm_up(feed, settings.warm_up, report)
+    start = {part: runner.most(took) for part, took in start.items()} | {"first_step": warm_up["first"]}
     memory = int(runner.most(memory_bytes(device)))
     synthetic = feed if images is None else Synthetic(source)
     seconds: list[float] = []
@@ -115,7 +121,7 @@ def bench(
             "name": recipe.data_name,
             "synthetic_step_seconds": repeated(without),
             "share": repeated([1 - bare / full for bare, full in zip(without, seconds, strict=True)]),
-            "images_per_second_prepared": all_gather_json(input_rate(recipe, config.image_size, device.type))[0],
+            "images_per_second_prepared": all_gather_json(input_rate(recipe, config, device.type))[0],
         }
     flops = with_frozen(config, recipe.frozen(config)).flops * size / statistics.fmean(seconds) / plan.world_size
     return {
@@ -130,6 +136,7 @@ def bench(
         "attention": attention.backend,
         "device": device.type,
         "device_name": device_name(device),
+        "start_seconds": start,
         "warm_up": warm_up,
         "steps": settings.steps,
         "step_seconds": repeated(seconds),
@@ -145,6 +152,14 @@ def bench(
         "kernels": kernels,
         "warnings": [*trained.warnings, *filter(None, [attention.warning])],
     }
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Add the duration of the block to `seconds`, under the name `part`."""
+    begun = time.perf_counter()
+    yield
+    seconds[part] = time.perf_counter() - begun
 
 
 def repeated(values: Sequence[float]) -> dict[str, Any]:

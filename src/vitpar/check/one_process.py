@@ -9,7 +9,7 @@ Its samples are random and equal on all ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -136,12 +136,10 @@ class OneProcess:
         self._take_average(average)
         for step, given in enumerate(samples.further, start=1):
             loss, gradients = self._of_pixels(given) if isinstance(given, Pixels) else self._of(given)
-            norm = math.sqrt(sum(g.double().square().sum().item() for g in gradients.values()))
-            limit = self._recipe.train.clip_grad_norm
-            factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0  # as torch.nn.utils.clip_grad_norm_
-            norms = {f"gradient norm of step {step}": norm, f"clipped norm of step {step}": factor * norm}
+            norm = _norm(gradients.values())
+            clipped = self._clipped(gradients)
+            norms = {f"gradient norm of step {step}": norm, f"clipped norm of step {step}": _norm(clipped.values())}
             trace.numbers |= {f"loss of step {step}": loss, **norms}
-            clipped = {name: factor * g for name, g in gradients.items()}
             optimizer.step(self._parameters, clipped, self._recipe.lr)
             if decay is not None:
                 now = min(decay, 1 - step ** (-2 / 3)) if self._recipe.train.ema_warmup else decay
@@ -178,10 +176,7 @@ class OneProcess:
         taken = inputs.to(self._device, compute if inputs.is_floating_point() else inputs.dtype)
         arguments = (taken, keys.to(self._device) if self._config.stochastic else None)
         beside = {name: side.to(self._device) for name, side in sides.items()}
-        computed = {name: p.to(compute) for name, p in self._model.named_parameters()}
-        # Not the kernel under test: on GPUs the reference computes attention by matrix products.
-        with by_products(self._device):
-            outputs = functional_call(self._model, computed, arguments, beside).to(self._numbers.parameters)
+        outputs = self._outputs(self._model, arguments, beside)
         count: int | Tensor = len(inputs)
         if self._averaged is not None:
             losses = self._task.reference_taught(outputs, self._taught(taken, beside), beside)
@@ -205,6 +200,27 @@ class OneProcess:
                 gradients[name] = p.grad / self._scale
         return loss.item(), gradients
 
+    def _clipped(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return clipped gradients, as torch.nn.utils.clip_grad_norm_ clips those of each part."""
+        limit, parts = self._recipe.train.clip_grad_norm, dict[str, dict[str, Tensor]]()
+        if not limit:
+            return {**gradients}
+        for name, g in gradients.items():
+            part = self._config.clip_part(name) if self._recipe.train.clip_by_part else ""
+            parts.setdefault(part, {})[name] = g
+        factors = {part: min(1.0, limit / (_norm(alike.values()) + 1e-6)) for part, alike in parts.items()}
+        return {name: factors[part] * g for part, alike in parts.items() for name, g in alike.items()}
+
+    def _outputs(
+        self, model: LayeredModel, inputs: tuple[Tensor | None, ...], sides: Mapping[str, Tensor] = {}
+    ) -> Tensor:
+        """Return the outputs of a model for the batch, computed in the recipe's precision."""
+        computed = {name: p.to(self._numbers.compute) for name, p in model.named_parameters()}
+        # Not the kernel under test: on GPUs the reference computes attention by matrix products.
+        with by_products(self._device):
+            outputs: Tensor = functional_call(model, computed, inputs, dict(sides))
+        return outputs.to(self._numbers.parameters)
+
     @torch.no_grad()
     def _take_average(self, average: Mapping[str, Tensor]) -> None:
         """Fill the teacher that is the average of the model, if the task has one."""
@@ -216,20 +232,13 @@ class OneProcess:
     def _taught(self, inputs: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
         """Return the outputs of that teacher for the batch."""
         assert self._averaged is not None
-        computed = {name: p.to(self._numbers.compute) for name, p in self._averaged.named_parameters()}
-        taken = inputs[..., : self._averaged.config.input.shape[-1]]
-        with by_products(self._device):
-            outputs: Tensor = functional_call(self._averaged, computed, (taken,), dict(sides))
-        return outputs.to(self._numbers.parameters)
+        return self._outputs(self._averaged, (inputs[..., : self._averaged.config.input.shape[-1]],), sides)
 
     @torch.no_grad()
     def _logits(self, images: Tensor) -> Tensor:
         """Return the teacher's logits of the batch."""
         assert self._teacher is not None
-        computed = {name: p.to(self._numbers.compute) for name, p in self._teacher.named_parameters()}
-        with by_products(self._device):
-            logits: Tensor = functional_call(self._teacher, computed, (images,))
-        return logits.to(self._numbers.parameters)
+        return self._outputs(self._teacher, (images,))
 
     def _targets(self, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
         if not self._task.LOCAL_TARGETS:
@@ -271,6 +280,10 @@ class OneProcess:
 
     def _since(self, begin: dict[str, Tensor]) -> dict[str, Tensor | None]:
         return {name: p - begin[name] for name, p in self._parameters.items()}
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(x.double().square().sum().item() for x in tensors))
 
 
 def _averaged(average: Tensor, p: Tensor, decay: float) -> Tensor:

@@ -124,26 +124,7 @@ def check_plan(
     """
     recipe = replace_auto_precision(recipe, device.type)
     recipe.refuse_clashes(plan)
-    return compare_with_one_process(
-        *(recipe, config, plan, device, task or task_of(recipe, config.num_classes)),
-        tolerance=tolerance,
-        sgd_steps=sgd_steps,
-        recipe_steps=recipe_steps,
-    )
-
-
-def compare_with_one_process(
-    recipe: Recipe,
-    config: ModelConfig,
-    plan: Plan,
-    device: torch.device,
-    task: Task,
-    *,
-    tolerance: float | None = None,
-    sgd_steps: int = 2,
-    recipe_steps: int = 2,
-) -> CheckResult:
-    """Compare trainings as `check_plan` does, of a recipe and a plan that are checked."""
+    task = task or task_of(recipe, config.num_classes)
     recipe = _for_check(recipe)
     config = config.perturbed
     refuse_wrong_task(task, checked=True)

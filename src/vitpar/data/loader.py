@@ -26,13 +26,14 @@ from vitpar.data.batches import Batch, BatchJob, Encoded, Skipped, Transform, Vi
 from vitpar.data.cache import CachedSet
 from vitpar.data.device_decoding import DeviceDecoder
 from vitpar.data.images import BadImage, BadSample, EncodedImage, opened
-from vitpar.data.places import in_threads, places_in_turn, refuse_settings, shuffled_places
+from vitpar.data.places import places_in_turn, refuse_settings, shuffled_places
 from vitpar.data.randomness import Draws, SampleOrder, hash_numbers
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.errors import DataError, RecipeError
 from vitpar.models import IGNORED
+from vitpar.threads import compute_alone, in_threads
 
 _TASK = 16  # rows of one thread-pool task: enough to amortise its overhead with tiny images, few enough to stop quickly
 _DECODED_BYTES = 1 << 22  # decoded images that wait until the crops of several are drawn at once
@@ -134,7 +135,7 @@ class Loader:
         with (
             closing(self._jobs()) as jobs,
             closing(self._with_views(jobs)) as given,
-            closing(in_threads(given, self._tasks, self.workers, _compute_alone if computes else None)) as filled,
+            closing(in_threads(given, self._tasks, self.workers, compute_alone if computes else None)) as filled,
         ):
             for number, job in enumerate(filled, start=1):
                 # Threads have changed the default of threads that start later, besides their own number.
@@ -273,12 +274,6 @@ class Loader:
             raise DataError(f"{problem}; replace it, or set data.bad_sample to skip") from error
         job.labels[row] = IGNORED
         job.skipped.append(problem)
-
-
-def _compute_alone() -> None:
-    """Let the calling thread compute without helpers: teams of several threads would take the cores from each other."""
-    torch.get_num_threads()  # otherwise the thread's first large operation sets the number again, to the program's
-    torch.set_num_threads(1)
 
 
 class TrainLoader(Loader):

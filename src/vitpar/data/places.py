@@ -1,12 +1,9 @@
-"""Samples of each batch of a packed data set, and threads that work for batches, for images and text alike."""
+"""Samples of each batch of a packed data set, for images and text alike."""
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +13,7 @@ from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError, RecipeError
 from vitpar.models.config import IGNORED
 
-_PREFETCH = 2  # batches in progress beyond the one that the consumer waits for
 Numbers = NDArray[np.int64]
-Job = TypeVar("Job")
 
 
 def refuse_settings(batch_size: int, workers: int) -> None:
@@ -52,41 +47,3 @@ def places_in_turn(size: int, batch_size: int) -> Iterator[Numbers]:
     for first in range(0, size, batch_size):
         samples = np.arange(first, first + batch_size)
         yield np.where(samples < size, samples, IGNORED)
-
-
-def in_threads(
-    jobs: Iterable[Job],
-    tasks: Callable[[Job], list[Callable[[], None]]],
-    workers: int,
-    initializer: Callable[[], None] | None = None,
-) -> Generator[Job]:
-    """Yield jobs in order, each when its tasks are done. Closing the iterator ends the threads.
-
-    tasks: returns the calls that complete a job, in any order.
-    workers: number of threads; 0 works in the calling one.
-    initializer: called once in each thread.
-    """
-    if not workers:
-        for job in jobs:
-            for task in tasks(job):
-                task()
-            yield job
-        return
-    waiting: deque[tuple[Job, list[Future[None]]]] = deque()
-    pool = ThreadPoolExecutor(workers, "vitpar-decode", initializer)
-
-    def finished() -> Job:
-        job, futures = waiting.popleft()
-        for future in futures:
-            future.result()
-        return job
-
-    try:
-        for job in jobs:
-            waiting.append((job, [pool.submit(task) for task in tasks(job)]))
-            if len(waiting) > _PREFETCH:
-                yield finished()
-        while waiting:
-            yield finished()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)

@@ -341,6 +341,13 @@ class ModelConfig:
         """
         return ""
 
+    def clip_part(self, parameter: str) -> str:
+        """Return the part of the model, by name, whose gradients ``train.clip_by_part`` clips by their norm.
+
+        parameter: its name.
+        """
+        return ""
+
     @cached_property
     def kinds(self) -> dict[str, LayerDescription]:
         """Return the first layer of each kind by the kind's name, in order."""

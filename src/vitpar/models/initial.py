@@ -10,7 +10,10 @@ rounded to float32. `Tensor.normal_` draws other numbers with other vector instr
 import hashlib
 import math
 import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from fnmatch import fnmatch
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +22,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vitpar.models.config import ModelConfig, Rule, Rules
 from vitpar.models.layers import Layer
+from vitpar.threads import compute_alone, in_threads
 
 CHUNK = 2**22
 """Elements drawn at once: limits the memory of float64 numbers beside large parameters."""
+TOGETHER = 12
+"""Parameters that threads draw in turn, about those of a block."""
 
 
 def constant(value: float) -> Rule:
@@ -112,11 +118,44 @@ def copy_whole_(parameter: Tensor, whole: Tensor) -> None:
         parameter.copy_(whole)
 
 
+def initial_values(
+    shapes: Mapping[str, torch.Size], seed: int, config: ModelConfig, threads: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and initial values of parameters.
+
+    threads: number of threads that draw; 0 draws in the calling one. They draw blocks ahead.
+    """
+    names, undrawn = list(shapes), torch.empty(0)
+    # Made one after the other, so that their values are freed.
+    jobs = (dict.fromkeys(names[i : i + TOGETHER], undrawn) for i in range(0, len(names), TOGETHER))
+
+    def draw(values: dict[str, Tensor], name: str) -> None:
+        values[name] = initial_value(config.owner(name), shapes[name], seed, config)
+
+    def draws(values: dict[str, Tensor]) -> list[Callable[[], None]]:
+        return [partial(draw, values, name) for name in values]
+
+    before = torch.get_num_threads()
+    with closing(in_threads(jobs, draws, threads, compute_alone)) as drawn:
+        for values in drawn:
+            yield from values.items()
+    if threads:
+        torch.set_num_threads(before)
+
+
 @torch.no_grad()
 def initialise(model: nn.Module, seed: int, config: ModelConfig) -> None:
-    """Fill every parameter and buffer of `model`, a whole model or a stage of it, already on its device."""
-    for name, parameter in model.named_parameters():
-        copy_whole_(parameter, initial_value(config.owner(name), parameter.shape, seed, config))
+    """Fill every parameter and buffer of `model`, a whole model or a stage of it, already on its device.
+
+    Large models for a GPU are drawn on as many threads as torch uses. On a CPU that would slow down attention later, as
+    ``vitpar.launch.process_group.share_cores`` says of `set_num_threads`.
+    """
+    parameters = dict(model.named_parameters())
+    on_gpu = any(parameter.device.type == "cuda" for parameter in parameters.values())
+    large = sum(parameter.numel() for parameter in parameters.values()) >= CHUNK
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    for name, whole in initial_values(shapes, seed, config, torch.get_num_threads() if on_gpu and large else 0):
+        copy_whole_(parameters[name], whole)
     for module in model.modules():
         if isinstance(module, Layer):
             module.reset_buffers()

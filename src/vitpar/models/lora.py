@@ -109,6 +109,12 @@ class LoRA(Derived):
     def layers_above(self, parameter: str) -> int:
         return self.whole.layers_above(parameter)
 
+    def rate_part(self, parameter: str) -> str:
+        return self.whole.rate_part(parameter)
+
+    def clip_part(self, parameter: str) -> str:
+        return self.whole.clip_part(parameter)
+
     def extra_passes(self, plain: Any, whole: bool) -> ExtraPasses | None:
         return self.whole.extra_passes(plain, whole)
 

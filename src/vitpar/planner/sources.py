@@ -32,9 +32,10 @@ def planned_teacher(recipe: Recipe, config: ModelConfig) -> PlannedTeacher | Non
     Raises DataError, RecipeError and StrategyError for a teacher that does not fit.
     """
     if task_class(recipe).AVERAGES:
-        average = task_of(recipe, config.num_classes).teacher_config(config)
+        task = task_of(recipe, config.num_classes)
+        average = task.teacher_config(config)
         assert average is not None, "the average is its teacher"
-        return PlannedTeacher(average, None)
+        return PlannedTeacher(average, None, task.sample_group)
     if recipe.distill.teacher is None:
         return None
     from vitpar.training.teacher import open_teacher

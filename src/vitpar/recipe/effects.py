@@ -83,6 +83,7 @@ NEEDS: tuple[Need, ...] = (
     ),
     Need(_keys(lr_schedule="warmup_lr after_warmup"), "lr_schedule.warmup", lambda recipe: recipe.has_warmup),
     Need(_keys(train="ema_warmup ema_decay_end"), "train.ema_decay", lambda recipe: recipe.train.ema_decay is not None),
+    Need(("train.clip_by_part",), "train.clip_grad_norm", lambda recipe: recipe.train.clip_grad_norm > 0),
     Need(("train.activation_memory_budget",), "train.compile", lambda recipe: recipe.train.compile is not False),
     Need(
         _keys(train="fp8_min_features fp8_fast_accum"),
@@ -181,8 +182,8 @@ _BENCHED = _keys(
     loss_scale="…",
     distill="…",
     optimizer="name implementation layer_decay momentum nesterov ns_steps",
-    train=f"batch_size {_PRECISION} reduce_dtype label_smoothing clip_grad_norm ema_decay compile attention "
-    "activation_memory_budget freeze",
+    train=f"batch_size {_PRECISION} reduce_dtype label_smoothing clip_grad_norm clip_by_part ema_decay compile "
+    "attention activation_memory_budget freeze",
     faults="non_finite",
 )
 _OUTPUTS = _keys(
@@ -205,7 +206,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         distill="…",
         optimizer=" ".join(name for name in OptimizerSection.model_fields if name != "weight_decay_end"),
         train=f"batch_size seed {_PRECISION} reduce_dtype label_smoothing compile attention activation_memory_budget "
-        "clip_grad_norm ema_decay ema_warmup freeze",
+        "clip_grad_norm clip_by_part ema_decay ema_warmup freeze",
         augment="repeats mixup cutmix mixup_prob mixup_switch_prob",
     ),
     "an evaluation": _keys(

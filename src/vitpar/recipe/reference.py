@@ -1,4 +1,4 @@
-"""Reference of all settings, generated from the sections: `vitpar settings` prints it, `make docs` writes it."""
+"""Reference of all settings, from the fields of the sections: `vitpar settings` prints it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,6 @@ from vitpar.limits import MAX_COUNT
 from vitpar.recipe.other_names import OTHER_NAMES
 from vitpar.recipe.recipe import Recipe
 from vitpar.text import nearest, shown
-
-INTRODUCTION = """\
-A recipe is a TOML file with these sections. `vitpar train --set SECTION.KEY=VALUE` sets one of them, and so do the
-options of the same meaning. Settings that would change nothing are refused. `vitpar settings` prints this page,
-`vitpar settings KEY` one entry. An interval is a number of steps, a share of the run below 1, or
-text such as `"5 epochs"`, `"1e6 samples"` or `"10 %"`. Without a recipe file the defaults also depend on the data
-([defaults.md](defaults.md)). Written by `make docs` from the sections' fields (`src/vitpar/recipe/sections`).
-"""
 
 
 @dataclass(frozen=True)
@@ -70,19 +62,6 @@ def find(key: str) -> list[Setting]:
 def about(section: str) -> str:
     """Return the docstring of a section, in one paragraph."""
     return " ".join((Recipe.model_fields[section].annotation.__doc__ or "").split())
-
-
-def markdown() -> str:
-    """Return the page docs/settings.md."""
-    lines, section = ["# Settings", "", *INTRODUCTION.splitlines()], ""
-    for one in settings():
-        name = one.key.partition(".")[0]
-        if name != section:
-            section = name
-            lines += ["", f"## {name}", "", about(name), "", "| key | type | default | effect |", "|---|---|---|---|"]
-        kind = one.kind.replace("|", "\\|")
-        lines.append(f"| `{one.key}` | {kind} | `{one.default}` | {one.effect} |")
-    return "\n".join(lines) + "\n"
 
 
 def _toml(value: Any) -> str:

@@ -43,6 +43,7 @@ def _row(run: RunRecord) -> list[str]:
     """Return the cells of a run as HTML; ``data-by`` is the number that a column is sorted by."""
     name, metric = escape(shown(run.name)), run.metric
     value = None if metric is None else run.last(metric.name)
+    named = "–" if value is None or metric is None else escape(f"{shown(metric.words)} {metric.shown(value, True)}")
     loss, rate, steps, total = run.loss, run.images_per_second, run.metrics.steps, run.total_steps
     note = f' title="{escape(shown(run.note))}"' if run.note else ""
     return [
@@ -51,16 +52,12 @@ def _row(run: RunRecord) -> list[str]:
         f'<span class="state {run.state}"{note}>{run.state}</span>',
         _sorted_by(steps, f"{steps:,}" if total in (None, steps) else f"{steps:,} of {total:,}"),
         _sorted_by(loss, "–" if loss is None else f"{loss:.4f}"),
-        _sorted_by(value, "–" if value is None or metric is None else _value(metric.words, metric.shown(value, True))),
+        _sorted_by(value, named),
         _sorted_by(rate, "–" if rate is None else f"{rate:,.0f}"),
         _sorted_by(run.age_seconds, rough_duration(run.age_seconds)),
         f"<code>{escape(shown(run.plan_words))}</code>",
         *(escape(Path(shown(run.recipe.get(key, "?"))).name) for key in ("model.name", "data.path")),
     ]
-
-
-def _value(name: str, words: str) -> str:
-    return escape(f"{shown(name)} {words}")
 
 
 def _sorted_by(number: float | None, words: str) -> str:

@@ -45,17 +45,14 @@ class _Page:
 
 
 class LiveReport(ThreadingHTTPServer):
-    """Server of live pages. As a context manager it closes its port at the end.
+    """Server of live pages, which has made its page once. As a context manager it closes its port at the end.
 
     runs: folders of the runs of a report, or the folder whose runs a board shows.
     port: 0 for any free one.
     made_by: as for ``vitpar.runs.page.report``.
 
-    Raises LaunchError if the port cannot be used.
+    Raises LaunchError if the port cannot be used, and DataError for a run that cannot be read.
     """
-
-    daemon_threads = True
-    allow_reuse_address = True
 
     def __init__(self, runs: Sequence[Path] | Path, port: int, made_by: str = "") -> None:
         self._runs, self._made_by = runs, made_by
@@ -67,6 +64,11 @@ class LiveReport(ThreadingHTTPServer):
             raise LaunchError(
                 f"cannot listen on port {port}: {error.strerror}: name another one with --port, or 0 for any free one"
             ) from None
+        try:
+            self.page()
+        except DataError:
+            self.server_close()
+            raise
 
     @property
     def url(self) -> str:
@@ -134,20 +136,6 @@ def _stamp(paths: Sequence[Path], running: Collection[Path]) -> str:
         for path in sorted(paths)
     )
     return hashlib.sha256("\n".join(stamps).encode(errors="surrogateescape")).hexdigest()
-
-
-def serve(runs: Sequence[Path] | Path, port: int, made_by: str = "") -> LiveReport:
-    """Return the server of a live report, or of the board of a folder, after making its page once.
-
-    Raises LaunchError if the port cannot be used, and DataError for a run that cannot be read.
-    """
-    server = LiveReport(runs, port, made_by)
-    try:
-        server.page()
-    except DataError:
-        server.server_close()
-        raise
-    return server
 
 
 class _Handler(BaseHTTPRequestHandler):

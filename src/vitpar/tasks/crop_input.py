@@ -19,6 +19,17 @@ from vitpar.tasks.image_input import ImageInput
 from vitpar.tasks.task import StepInput
 
 
+def crop_transforms(base: TrainTransform, task: DINO, config: DINOConfig) -> list[TrainTransform]:
+    """Return the transform of each crop of an image. base: that of the recipe."""
+    made: list[TrainTransform] = []
+    for crops, scale in zip(config.crops, (base.scale, task.local_crops_scale), strict=False):
+        for _ in range(crops.count):
+            number = min(len(made), GLOBAL)
+            policy = base.policy or Distortions(task.blur[number], task.solarize * (number == 1))
+            made.append(replace(base, size=crops.size, scale=scale, policy=policy))
+    return made
+
+
 class CropInput(ImageInput):
     """Input of crops for one rank of `model`, which has those of the student and the teacher in one row of pixels.
 
@@ -36,15 +47,8 @@ class CropInput(ImageInput):
         config = model.config.unadapted
         assert isinstance(config, DINOConfig), "the task has been compared with the model"
         self._crops = config.crops
-        base = self._train
-        assert isinstance(base, TrainTransform)
-        scales = base.scale, task.local_crops_scale
-        self._train = []
-        for crops, scale in zip(config.crops, scales, strict=False):
-            for _ in range(crops.count):
-                number = min(len(self._train), GLOBAL)
-                policy = base.policy or Distortions(task.blur[number], task.solarize * (number == 1))
-                self._train.append(replace(base, size=crops.size, scale=scale, policy=policy))
+        assert isinstance(self._train, TrainTransform)
+        self._train = crop_transforms(self._train, task, config)
         outputs = model.output_rows(model.batch_size) if model.gives_outputs else []
         self._masked_rows = sorted({*self._rows, *outputs})
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vitpar.models.dino.config import DINOConfig
     from vitpar.parallel.vocabulary import VocabularyPart
     from vitpar.recipe.rates.shapes import RunLengths
+    from vitpar.strategy import Plan
 
 
 _RANGES = (
@@ -125,6 +126,23 @@ class DINO(Task):
         if dino_of(config).teacher:
             raise RecipeError("model.options.teacher is true, which stands for the teacher of a training: leave it out")
 
+    @property
+    def sample_group(self) -> int:
+        return self.koleo_group if self.koleo_weight else 1
+
+    def refuse_plan(self, config: ModelConfig, plan: Plan, batch_size: int) -> None:
+        from vitpar.strategy import batch_arithmetic, output_layout
+
+        strategy = plan.strategies(config.layer_names)[config.layer_names[-1]]
+        batch = batch_arithmetic(plan, batch_size)
+        images = batch.microbatch_rows // output_layout(strategy)[0].rows
+        if images % self.sample_group:
+            raise RecipeError(
+                f"a rank has {images} of the {batch.microbatch_rows} images of a micro-batch under '{plan}', which are "
+                f"no groups of {self.koleo_group} for KoLeo: set task.options.koleo_group to a divisor, use fewer "
+                "micro-batches, or a larger batch"
+            )
+
     @classmethod
     def model_for(cls, config: ModelConfig) -> ModelConfig | None:
         from vitpar.models.dino.config import DINOConfig
@@ -175,10 +193,7 @@ class DINO(Task):
         return batch
 
     def total(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
-        """Return the sum of the losses of all images, 0-dim. part: of the prototypes that `outputs` are of.
-
-        Raises RecipeError if the images of a micro-batch on a rank are not whole groups of KoLeo.
-        """
+        """Return the sum of the losses of all images, 0-dim. part: of the prototypes that `outputs` are of."""
         import torch
 
         from vitpar.tasks.soft_loss import koleo, soft_cross_entropy
@@ -188,12 +203,6 @@ class DINO(Task):
         weights = self._weights(scores, targets).to(wide)
         loss = soft_cross_entropy(scores, targets, weights, self.student_temp, self.prototypes, part)
         if self.koleo_weight:
-            if len(features) % self.koleo_group:
-                raise RecipeError(
-                    f"a rank has {len(features)} images of a micro-batch, which are no groups of "
-                    f"{self.koleo_group} for KoLeo: set task.options.koleo_group to a divisor of it, or use fewer "
-                    "micro-batches"
-                )
             of_crops = (koleo(features[:, crop].to(wide), self.koleo_group) for crop in (0, 1))
             loss = loss + self.koleo_weight * sum(of_crops)
         return loss

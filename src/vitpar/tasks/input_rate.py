@@ -11,9 +11,14 @@ from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.launch.resources import cpu_cores
+from vitpar.models.config import ModelConfig
+from vitpar.models.dino.config import DINOConfig
 from vitpar.recipe import Recipe
 from vitpar.recipe.sections import TEXT
+from vitpar.tasks.crop_input import crop_transforms
+from vitpar.tasks.dino import DINO
 from vitpar.tasks.image_data import transforms
+from vitpar.tasks.known import task_of
 
 TRIED = 16
 """Images that are prepared at a time."""
@@ -21,10 +26,12 @@ LEAST_S, MOST_S = 0.3, 2.0
 """Seconds of computing after which it is enough, and seconds of the clock, since storage may be slow."""
 
 
-def input_rate(recipe: Recipe, size: int, device_type: str) -> float | None:
+def input_rate(recipe: Recipe, config: ModelConfig, device_type: str) -> float | None:
     """Return the images that all cores of this machine read, decode and transform in a second, if nothing else runs.
 
-    size: side of the model's images, in pixels.
+    Of several crops, all are made of each image.
+
+    config: model that takes the images.
     device_type: of the model's device. A GPU does itself what follows a crop.
 
     None for text, streams, images that are kept decoded or that a device decodes, and data that cannot be read.
@@ -38,7 +45,9 @@ def input_rate(recipe: Recipe, size: int, device_type: str) -> float | None:
     try:
         shards = ShardSet.open(data.path, "train")
         order = SampleOrder(recipe.train.seed, len(shards))
-        loader = TrainLoader(shards, transforms(recipe, size)[0], order=order, **settings)
+        task, shape, train = task_of(recipe, 1), config.unadapted, transforms(recipe, config.image_size)[0]
+        several = isinstance(task, DINO) and isinstance(shape, DINOConfig) and crop_transforms(train, task, shape)
+        loader = TrainLoader(shards, several or train, order=order, **settings)
         begun, until = time.process_time(), time.monotonic() + MOST_S
         for done, _ in enumerate(loader, start=1):
             if (spent := time.process_time() - begun) > LEAST_S or time.monotonic() > until:

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from vitpar.errors import RecipeError
-from vitpar.models.families import family_of
+from vitpar.models.families import FAMILIES, family_of
 from vitpar.own_files import load_class
 from vitpar.tasks.classify import Classify
 from vitpar.tasks.dino import DINO
@@ -124,9 +124,11 @@ def _refuse_other_model(task: type[Task], model: str) -> None:
             f"--task {owner.NAME}, or another --model"
         )
     if task.FAMILIES and family not in task.FAMILIES:
+        around = f"{task.FAMILIES[0]}_{model}"
+        example = around if FAMILIES[task.FAMILIES[0]].knows(around) else _EXAMPLES[task.FAMILIES[0]]
         raise RecipeError(
             f"task '{shown(task.NAME)}' does not train {shown(model)}, but only models of the family "
-            f"{' or '.join(task.FAMILIES)}: give --model {_EXAMPLES[task.FAMILIES[0]]}, or another --task"
+            f"{' or '.join(task.FAMILIES)}: give --model {example}, or another --task"
         )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vitpar.data.classes import ClassMatch, NamedClasses
     from vitpar.models.config import ModelConfig
     from vitpar.recipe.rates.shapes import RunLengths
+    from vitpar.strategy import Plan
 
 
 _LONGEST = 60
@@ -180,6 +181,14 @@ class Task:
                 f"task '{self.NAME}' reads images, but {config.name} takes text: name a model of images, or a task of "
                 "text, such as --task mlm"
             )
+
+    @property
+    def sample_group(self) -> int:
+        """Number that has to divide the samples of a micro-batch of which a rank gives the outputs."""
+        return 1
+
+    def refuse_plan(self, config: ModelConfig, plan: Plan, batch_size: int) -> None:
+        """Raise RecipeError for a validated plan under which a rank lacks samples that the loss compares."""
 
     @classmethod
     def model_for(cls, config: ModelConfig) -> ModelConfig | None:

@@ -91,6 +91,7 @@ class TrainingComponents:
             self.model,
             self.optimizer,
             clip_grad_norm=self.recipe.train.clip_grad_norm,
+            clip_by_part=self.recipe.train.clip_by_part,
             scaler=self.scaler,
             ema=self.ema,
             non_finite=self.non_finite,

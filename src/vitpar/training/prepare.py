@@ -158,7 +158,7 @@ def prepare(
     chosen = choose(recipe, config, device_type, source.recipe)
     recipe, idle = without_idle(recipe, chosen.plan)
     refuse_streamed_targets(recipe, task, config, chosen.plan)
-    refuse_teacher(recipe, config, chosen.plan, train_set)
+    refuse_misfits(task, recipe, config, chosen.plan, train_set)
     if searched:
         recipe = recipe.under(chosen.plan)
     hints = [*merged.hints]
@@ -214,8 +214,15 @@ def _with_teacher(recipe: Recipe, fetch: Callable[[Path], Path]) -> Recipe:
     return recipe.model_copy(update={"distill": recipe.distill.model_copy(update={"teacher": str(folder)})})
 
 
-def refuse_teacher(recipe: Recipe, config: ModelConfig, plan: Plan, data: NamedClasses | None) -> None:
-    """Raise UserError for a teacher that does not fit, as ``vitpar.training.teacher.teacher_of`` does."""
+def refuse_misfits(
+    task: Task | None, recipe: Recipe, config: ModelConfig, plan: Plan, data: NamedClasses | None
+) -> None:
+    """Raise UserError for a task or a teacher (``vitpar.training.teacher.teacher_of``) that the plan does not fit.
+
+    task: None if it is not known.
+    """
+    if task is not None:
+        task.refuse_plan(config, plan, recipe.train.batch_size)
     if recipe.distill.teacher is not None:
         from vitpar.training.teacher import teacher_of
 

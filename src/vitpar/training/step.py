@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.task import StepInput
-from vitpar.training.optim.norms import clip_, clip_factor, shard_norms, total_norm
+from vitpar.training.optim.norms import clip_, clip_factor, shard_norms, total_norms
 from vitpar.training.optim.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class TrainStep:
     The host does not wait for the device, unless `non_finite` does.
 
     clip_grad_norm: largest norm of the gradients, 0 for no clipping.
+    clip_by_part: whether it is that of each part of the model (``ModelConfig.clip_part``).
     scaler: scale of the loss, in fp16.
     non_finite: decides whether a step is skipped; None skips none.
     teacher: gives logits for the targets; None for none.
@@ -66,6 +68,7 @@ class TrainStep:
         optimizer: ShardedOptimizer,
         *,
         clip_grad_norm: float = 0.0,
+        clip_by_part: bool = False,
         scaler: LossScaler | None = None,
         ema: EMA | None = None,
         non_finite: NonFinite | None = None,
@@ -78,6 +81,9 @@ class TrainStep:
         self._limit, self._scaler, self._non_finite = clip_grad_norm, scaler, non_finite
         self._after_gradients, self._before_update = after_gradients, before_update
         self._teacher, self._signals = teacher, signals
+        self._part = model.config.clip_part if clip_by_part else lambda name: ""
+        named = (f"{layer}.{name}" for layer, one in model.config.layers.items() for name in one.parameters)
+        self._parts = sorted({self._part(name) for name in named})  # equal on all ranks
 
     def __call__(
         self,
@@ -98,26 +104,30 @@ class TrainStep:
         if self._teacher is not None:
             with phase("teacher"):
                 targets = self._teacher.targets(StepInput(images, targets, keys, sides, taught))
-        model.loss_scale, model.keep_low_precision_gradients = scale, self.optimizer.one_pass
+        model.loss_scale, model.keep_low_precision_gradients = scale, self._clips_in_one_pass
         loss = model.forward_backward(images, targets, keys, **sides)
         self._after_gradients(number)
         with phase("norm and clipping"):
             gradients = self.optimizer.gradients()
-            parts = shard_norms(gradients, model)
+            split = self._split(gradients)
+            each = [shard_norms(part, model) for part in split]
+            parts = list(chain.from_iterable(each))
             waits = self._non_finite is not None and self._non_finite.waits
-            norm = total_norm(parts, model, loss if waits else None)
-            norm = norm / scale if self._scaler else norm
+            norms = total_norms(each, model, loss if waits else None)
+            norms = norms / scale if self._scaler else norms
+            norm = norms.square().sum().sqrt() if len(norms) > 1 else norms[0]
             extra = self._non_finite.look(number, loss, parts, norm) if self._non_finite else {}
             self._before_update()
             signals = self._signals if self._signals and self._signals.wanted(number) else None
             before = signals.sample() if signals else None
-            if not extra.get("skipped") and not self.optimizer.one_pass:
-                clip_(gradients, norm, self._limit, scale)
+            if not extra.get("skipped") and not self._clips_in_one_pass:
+                for part, of_part in zip(split, norms, strict=True):
+                    clip_(part, of_part, self._limit, scale)
         with phase("update"):
             if extra.get("skipped"):
                 self.optimizer.skip()
             elif self.optimizer.one_pass:
-                factor = clip_factor(norm, self._limit, scale)
+                factor = clip_factor(norm, self._limit, scale) if self._clips_in_one_pass else None
                 average = (self.ema.average, self.ema.decay(number)) if self.ema else None
                 self.optimizer.step_in_one_pass(lr, factor, model.low_precision_params, average)
             else:
@@ -126,6 +136,17 @@ class TrainStep:
                     self.ema.update(number)
         sums = signals.sums(parts, scale, before) if signals and before is not None else None
         return Stepped(loss, norm, extra, model.measured, sums)
+
+    @property
+    def _clips_in_one_pass(self) -> bool:
+        """Whether the update multiplies the gradients, which it does by one factor."""
+        return self.optimizer.one_pass and len(self._parts) == 1
+
+    def _split(self, gradients: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        """Return the gradients of each part whose norm is clipped."""
+        if len(self._parts) == 1:
+            return [gradients]
+        return [{name: g for name, g in gradients.items() if self._part(name) == part} for part in self._parts]
 
 
 class Garbage:

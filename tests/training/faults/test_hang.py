@@ -67,7 +67,7 @@ def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, pla
     dumps = {path.name: path.read_text() for path in (place / name / "hang").iterdir()}
     assert dumps.keys() == {f"rank{rank}.txt" for rank in range(len(ranks)) if rank != 1}
     # A rank waits in one of the step's collectives: activations or gradients, their norm, or the logged losses.
-    waits = ("forward_backward", "total_norm", "flush")
+    waits = ("forward_backward", "total_norms", "flush")
     for text in dumps.values():
         assert "(most recent call first):" in text and any(name in text for name in waits), text
     assert "error: the run hangs" in (place / name / "log.txt").read_text()

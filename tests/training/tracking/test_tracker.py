@@ -99,4 +99,5 @@ def test_tracker_that_blocks_is_given_up(
     for step in range(rows):
         sent.put(step, {"loss": 0.0})
     assert ended(sent, seconds=0.1) == f"{FAILED}{said}"
-    assert tracker.are_hanging() and all(thread.daemon for thread in threading.enumerate()[1:])
+    hanging = [thread for thread in threading.enumerate() if thread.name.startswith(tracker._THREADS)]
+    assert tracker.are_hanging() and hanging and all(thread.daemon for thread in hanging)

@@ -12,10 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.places import in_threads, places_in_turn, refuse_settings, shuffled_places
+from vitpar.data.places import places_in_turn, refuse_settings, shuffled_places
 from vitpar.data.randomness import SampleOrder, sample_keys
 from vitpar.data.text.text_set import TextSet
 from vitpar.models.config import IGNORED
+from vitpar.threads import in_threads
 
 _EVALUATION = 0x7E57  # seed of the keys of an evaluation
 

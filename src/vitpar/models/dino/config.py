@@ -155,6 +155,11 @@ class DINOConfig(ViTConfig):
             return "prototypes" if ".fc." in parameter or ".lengths." in parameter else "heads"
         return "backbone"
 
+    def clip_part(self, parameter: str) -> str:
+        return next(
+            (head for head in ("class_head", "patch_head") if parameter.startswith(f"head.{head}.")), "backbone"
+        )
+
     def adapted(self, there: ModelConfig) -> Adapted | None:
         if type(there) is not ViTConfig:
             return None

@@ -18,6 +18,8 @@ class PlannedTeacher:
     """Configuration of the teacher."""
     distill: DistillSection | None
     """Settings of the recipe, with the plan of the teacher; None for the average, which is a part of the state."""
+    group: int = 1
+    """Number that has to divide the images of a micro-batch on a rank (``Task.sample_group``)."""
 
     @property
     def forward_flops(self) -> float:

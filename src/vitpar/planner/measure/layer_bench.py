@@ -118,10 +118,10 @@ def built(
 
 
 def _loss(config: ModelConfig) -> Loss:
-    """Return a loss for the outputs of a model: logits of tokens, pixels of patches, or logits of classes."""
-    if config.input.dtype is not None:
-        return MaskedLanguage()
-    return MAE() if config.FAMILY in MAE.FAMILIES else CrossEntropy()
+    """Return a loss for the outputs of a model: pixels of patches, logits of tokens or crops, or logits of classes."""
+    if config.FAMILY in MAE.FAMILIES:
+        return MAE()
+    return MaskedLanguage() if len(config.output_shape) > 1 else CrossEntropy()
 
 
 class LayerBench:
@@ -177,7 +177,7 @@ class LayerBench:
         """Run a forward; one backward must follow each."""
         x = self._x.detach().requires_grad_(not self.layer.description.first)
         if self.layer.description.last:
-            y = self._model.loss(self.layer(x), self._targets)
+            y = self._model.loss(self.layer(x, **self._sides), self._targets)
         else:
             y = self.layer(x, **self._sides)
             if self._gradient is None:

@@ -39,7 +39,7 @@ def duration_words(recipe: Recipe, config: ModelConfig, plan: Plan, steps: int, 
     flops = with_frozen(config, recipe.frozen(config)).flops * recipe.train.batch_size * steps
     seconds = flops / (rate * at_once) / (1 - idle_share(plan, batch.microbatches))
     images, world = recipe.train.batch_size * steps, find_world()
-    prepared = input_rate(recipe, config.image_size, device.type)
+    prepared = input_rate(recipe, config, device.type)
     prepared = prepared and prepared * (world.size // world.local_size if world else 1)
     longer = max(seconds, images / prepared) if prepared else seconds
     about = f"about {rough_duration(longer)}, within a factor of 2, from one block timed on this machine"

@@ -70,7 +70,8 @@ def measured_before(prices: Sequence[Price], rows: Sequence[Any]) -> list[Measur
             of = row["strategy"], row["schedule"], row["microbatches"], row["batch_size"]
             runs = tuple(PlanSteps(tuple(run["seconds"]), tuple(run["paces"]), run["others"]) for run in row["runs"])
             measured.append(Measured(runs, tuple(row["measured_memory_bytes"])))
-        except (KeyError, TypeError) as error:
+            _ = measured[-1].middle  # a row without runs or steps has none
+        except (KeyError, TypeError, ValueError) as error:
             raise PlannerError(
                 f"cannot resume, row {number} is damaged ({type(error).__name__}): leave out --resume"
             ) from None

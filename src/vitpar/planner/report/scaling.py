@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from vitpar.errors import PlannerError
-from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.report.data import Record, Table, band_words, plan_record, sources, title_of
 from vitpar.planner.search.best import Search
-from vitpar.planner.search.space import Space
 from vitpar.planner.training_time import TrainingLength, condition_words, training_time
 
 Regime = Literal["weak", "strong"]
@@ -40,28 +38,20 @@ def images(regime: Regime, batch_size: int, ranks: int, most: int) -> int:
     return batch_size * ranks // most
 
 
-def best_on(
-    ranks: int,
-    batch_size: int,
-    space: Space,
-    costs: LayerCosts,
-    budget: float,
-    moments: float = 2,
-    length: TrainingLength | None = None,
-) -> dict[str, Any]:
-    """Return the best plan of `space` on `ranks` devices; one without a `plan` if none fits, see `with_efficiency`.
+def best_on(searching: Search, budget: float, length: TrainingLength | None = None) -> dict[str, Any]:
+    """Return the best plan of a search; one without a `plan` if none fits, see `with_efficiency`.
 
+    searching: search over plans of one batch size.
     budget: bytes of memory per device
-    moments: bytes of optimizer state per byte of parameters
     length: of the complete training, under the conditions of the cluster; None if these are unknown
     """
-    found = Search(space, costs, moments).best(budget)
-    where = {"ranks": ranks, "batch_size": batch_size, "efficiency": None}
+    space, found = searching.space, searching.best(budget)
+    where = {"ranks": space.ranks, "batch_size": space.batch_sizes[0], "efficiency": None}
     if not found.plans:
         return where
     best = found.plans[0]
     training = {"training": training_time(best, length)} if length else {}
-    return {**where, "at_most_better_by": found.gap, **plan_record(best, costs), **training}
+    return {**where, "at_most_better_by": found.gap, **plan_record(best, searching.costs), **training}
 
 
 def with_efficiency(points: Sequence[Record]) -> list[dict[str, Any]]:

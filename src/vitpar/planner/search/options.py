@@ -256,7 +256,8 @@ class Options:
             layout = tuple(map(token_layout_key, strategies))
             pairs = zip(sections, positions, strict=True)
             keeps = tuple(self._weight_number(number, position, pp > 1) for number, position in pairs)
-            candidate = _Candidate(positions, layout, keeps, math.lcm(*map(row_parts, strategies)))
+            group = self._costs.teacher.group if self._costs.teacher else 1
+            candidate = _Candidate(positions, layout, keeps, math.lcm(*map(row_parts, strategies)) * group)
             alike[layout, tuple(position.computes for position in positions)].append((candidate, keeps))
         self._light[key] = [
             candidate for same in alike.values() for candidate in _front(same, self._lightness, self._lighter)

@@ -161,6 +161,8 @@ class TrainSection(Section):
     """Probability mass that the target spreads over all classes."""
     clip_grad_norm: float = Field(1.0, ge=0)
     """Largest global norm of the gradients; 0 turns clipping off."""
+    clip_by_part: bool = False
+    """Whether that is the largest norm of each part of a model that has parts: backbone and heads of task dino."""
     freeze: str | None = None
     """Layers and parameters that are not trained, as a list such as `"embed, 0-9"`, for fine-tuning: embed, head,
     numbers of blocks, names such as stage1, * for all blocks, or patterns of parameter names such as `*.norm1.*`. `!`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
@@ -41,7 +41,8 @@ def layer_map(config: ModelConfig, plan: Plan) -> str:
         for strategy, run in groupby(names, key=lambda name: strategies[name]):
             layers = list(run)
             where = [str(stage), _listed(members)] if plan.pipeline_degree > 1 else [_listed(members)]
-            rows.append([*where, _layers(layers, config), f"<code>{escape(str(strategy))}</code>"])
+            groups = dict.fromkeys(group for name in layers if (group := config.layers[name].group))
+            rows.append([*where, layer_words(layers, groups), f"<code>{escape(str(strategy))}</code>"])
     heads = ["stage", "ranks", "layers", "strategy"][plan.pipeline_degree == 1 :]
     return table(heads, rows, slice(0, 0))
 
@@ -77,15 +78,20 @@ def _grid(plan: Plan, strategy: Strategy) -> str:
     return f'<div class="scroll"><table class="ranks">{"".join(rows)}</table></div>'
 
 
-def _groups(plan: Plan, strategy: Strategy, axis: str) -> str:
-    """Return the first groups of ranks along an axis, as in `tp: 0-3 | 4-7 | …`."""
-    groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
+def axis_groups(plan: Plan, strategy: Strategy, axis: str) -> list[list[int]]:
+    """Return the groups of ranks along an axis of a layer's mesh, or along pp."""
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plan.world_size):
         pp, stage_rank = place_of_rank(plan, rank)
-        at = place(strategy, stage_rank)
-        groups.setdefault((("pp", pp), *((n, i) for n, i in at.items() if n != axis)), []).append(rank)
-    shown = " | ".join(_listed(group) for group in list(groups.values())[:4])
-    return f"{AXES.get(axis, axis)}: {shown}{' | …' * (len(groups) > 4)}"
+        at = {"pp": pp, **place(strategy, stage_rank)}
+        groups.setdefault(tuple(index for name, index in at.items() if name != axis), []).append(rank)
+    return list(groups.values())
+
+
+def _groups(plan: Plan, strategy: Strategy, axis: str) -> str:
+    """Return the first groups of ranks along an axis, as in `tp: 0-3 | 4-7 | …`."""
+    groups = axis_groups(plan, strategy, axis)
+    return f"{AXES.get(axis, axis)}: {' | '.join(map(_listed, groups[:4]))}{' | …' * (len(groups) > 4)}"
 
 
 def _listed(members: Sequence[int]) -> str:
@@ -95,11 +101,20 @@ def _listed(members: Sequence[int]) -> str:
     return ranks(members).partition(" ")[2]
 
 
-def _layers(names: Sequence[str], config: ModelConfig) -> str:
-    """Return the names of layers in short, as in `embed, blocks 0-9`, or `blocks 0-3 (stage1, stage2)` with groups."""
-    blocks = [block_index(name) for name in names if is_block(name)]
-    middle = [] if not blocks else [f"block {blocks[0]}" if len(blocks) == 1 else f"blocks {blocks[0]}-{blocks[-1]}"]
-    groups = dict.fromkeys(group for name in names if (group := config.layers[name].group))
-    middle = [f"{words} ({', '.join(groups)})" for words in middle] if groups else middle
-    first, last = ([name] if name in names else [] for name in (config.first_layer.name, config.last_layer.name))
-    return ", ".join([*first, *middle, *last])
+def layer_words(names: Sequence[str], groups: Iterable[str] = ()) -> str:
+    """Return text such as `embed, blocks 0-1, 4-5`, or `blocks 0-3 (stage1, stage2)` with groups of the blocks.
+
+    names: names of layers in the order of the model, of which some may be missing.
+    """
+    runs: list[list[int]] = []
+    for number in map(block_index, filter(is_block, names)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    blocks = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    named = f" ({', '.join(groups)})" if groups else ""
+    middle = [f"{'block' if blocks.isdecimal() else 'blocks'} {blocks}{named}"] if runs else []
+    place = next((number for number, name in enumerate(names) if is_block(name)), 1)
+    others = [name for name in names if not is_block(name)]
+    return ", ".join([*others[:place], *middle, *others[place:]])

@@ -44,20 +44,21 @@ def shard_norms(gradients: dict[str, Tensor], model: ParallelModel) -> list[Shar
 
 
 @torch.no_grad()
-def total_norm(parts: Sequence[ShardNorms], model: ParallelModel, loss: Tensor | None = None) -> Tensor:
-    """Return the 2-norm of all gradients of the global model (0-dim, equal on every rank). Collective.
+def total_norms(parts: Sequence[Sequence[ShardNorms]], model: ParallelModel, loss: Tensor | None = None) -> Tensor:
+    """Return the 2-norm of the gradients of each part of the global model, [parts], equal on every rank. Collective.
 
-    parts: norms of this rank's shards.
+    parts: norms of this rank's shards of each part, which may be none.
     loss: this rank's part of the loss. If it is not finite on any rank, the norm is not finite either. None ignores it.
 
     The square sum of each shard is divided by the number of ranks that hold the same shard. One all-reduce over the
     world then counts every element once, whatever axes shard, replicate or pipeline a parameter.
     """
     wide = torch.float64 if model.precision.scales_loss else model.precision.parameters
-    total = torch.zeros((), device=model.device, dtype=wide)
-    for _, replicas, norms in parts:
-        squares = norms.square().sum().to(model.device)
-        total += squares / replicas if replicas > 1 else squares
+    total = torch.zeros(len(parts), device=model.device, dtype=wide)
+    for place, shards in enumerate(parts):
+        for _, replicas, norms in shards:
+            squares = norms.square().sum().to(model.device)
+            total[place] += squares / replicas if replicas > 1 else squares
     if loss is not None:
         total += loss * 0  # NaN if the loss is not finite, else 0
     all_reduce_(total)
@@ -65,8 +66,8 @@ def total_norm(parts: Sequence[ShardNorms], model: ParallelModel, loss: Tensor |
 
 
 def global_norm(gradients: dict[str, Tensor], model: ParallelModel, loss: Tensor | None = None) -> Tensor:
-    """Return `total_norm` of these gradients. Collective."""
-    return total_norm(shard_norms(gradients, model), model, loss)
+    """Return the 2-norm of these gradients as `total_norms` does, 0-dim. Collective."""
+    return total_norms([shard_norms(gradients, model)], model, loss)[0]
 
 
 @torch.no_grad()

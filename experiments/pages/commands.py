@@ -1,7 +1,4 @@
-"""The page of all commands and their options, from the same texts as `--help`.
-
-python experiments/commands_page.py > docs/commands.md      # make docs
-"""
+"""All commands and their options, from the same texts as `--help`."""
 
 from __future__ import annotations
 
@@ -25,13 +22,9 @@ was asked to stop and has saved a checkpoint ([machines.md](machines.md)).
 """
 
 
-def markdown() -> str:
+def page() -> str:
     """Return the page."""
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="vitpar")
     text = get_docs_for_click(obj=command, ctx=context, name="vitpar").replace("# `vitpar`", "## `vitpar`", 1)
     return HEAD + re.sub("^Example: (.*)$", r"Example: `\1`", text, flags=re.MULTILINE).rstrip() + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -1,22 +1,18 @@
-"""Check the layers of the package by its imports, and write the page that describes them.
+"""Layers of the package by its imports: packages on floors, and the ways of four things through the modules.
 
-    python experiments/architecture.py > docs/architecture.md      # make docs
-    python experiments/architecture.py --check                     # print violations; exit code 1 if there are any
-
-Takes seconds. A package may import only packages on lower floors, and modules must not import each other in a cycle.
-Imports inside functions count; those under TYPE_CHECKING do not.
+A package may import only packages on lower floors, and modules must not import each other in a cycle. Imports inside
+functions count; those under TYPE_CHECKING do not.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("commands", ("vitpar_cli",)),
     ("front door", ("vitpar",)),
@@ -32,7 +28,7 @@ FLOORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("", ("parallel", "data", "checkpoint", "runs.pages")),
     ("plans and ranks", ("strategy", "launch")),
     ("models", ("models",)),
-    ("ground", ("intervals", "io", "kernels", "records", "sharded", "sizes")),
+    ("ground", ("intervals", "io", "kernels", "records", "sharded", "sizes", "threads")),
     ("", ("object_store", "own_files")),
     ("", ("errors",)),
     ("", ("text",)),
@@ -184,7 +180,7 @@ def page() -> str:
     text = textwrap.fill(
         "Packages import downwards only, and no module imports itself by a detour: `tests/test_architecture.py` fails "
         "otherwise. Written by `make docs` from the imports and the first lines of the packages "
-        "(`experiments/architecture.py`). How the parts fit together: [design.md](design.md).",
+        "(`experiments/pages/architecture.py`). How the parts fit together: [design.md](design.md).",
         140,
         break_long_words=False,
     )
@@ -241,18 +237,3 @@ def _shortest(packages: list[str], graph: Mapping[str, set[str]]) -> list[str]:
         return reach[name]
 
     return [f"`{one}`" for one in packages if not any(one in reached(other) for other in packages if other != one)]
-
-
-def main() -> int:
-    """Print the page, or with --check the violations."""
-    if "--check" not in sys.argv[1:]:
-        print(page(), end="")
-        return 0
-    graph = imports(modules())
-    wrong = [*upwards(graph), *cycles(graph)]
-    print("\n".join(wrong) or "all imports go down")
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ of each layer up to whole MB, so that fewer layers fit than without rounding. Pl
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import ClassVar
 
@@ -17,9 +17,11 @@ from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import Memory
 from vitpar.planner.cost.price import Hops, Price
-from vitpar.planner.search.best import ROUNDING, Search
+from vitpar.planner.search.best import Search
 from vitpar.planner.search.bounds import Machine, PlanOutline
-from vitpar.planner.search.options import Array, Choices, Load, Option
+from vitpar.planner.search.costed import ROUNDING
+from vitpar.planner.search.loads import Array, Loads
+from vitpar.planner.search.options import Choices
 from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.space import ROLES, Space
 from vitpar.planner.search.tables import Moves
@@ -181,7 +183,7 @@ class UnderItsModel(Search):
     """vitpar's search with the prices of Galvatron's cost model.
 
     A plan has one micro-batch in vitpar's terms: then the time of a pipeline is the sum over its stages, or with times
-    in `Load.once` that of the longest one.
+    in `Loads.once` that of the longest one.
     """
 
     def __init__(self, costs: LayerCosts, its_model: CostModel, batch_sizes: tuple[int, ...]) -> None:
@@ -199,23 +201,23 @@ class UnderItsModel(Search):
             self._its_model,
             self.costs.config,
         )
-        found = []
-        for strategy in self.space.strategies(GPUS // pp):
-            if batch % (strategy.degree("dp") * strategy.degree("fsdp")) == 0:
-                loads = dict.fromkeys(config.kinds, Load())
-                loads[config.first_layer.kind] = Load(kept=its_model.other_mb(pp, batch) * MB)
-                for kind in its_model.types:
-                    seconds = its_model.layer_ms(kind, pp, strategy, batch) / 1e3
-                    kept = its_model.layer_mb(kind, strategy, batch) * MB
-                    loads[kind] = (
-                        Load(once=pp * seconds, kept=kept) if its_model.one_type else Load(computes=seconds, kept=kept)
-                    )
-                found.append(Option(strategy, loads))
+        found = [
+            strategy
+            for strategy in self.space.strategies(GPUS // pp)
+            if batch % (strategy.degree("dp") * strategy.degree("fsdp")) == 0
+        ]
+        kinds = tuple(config.kinds)
+        loads = {field.name: np.zeros((len(kinds), len(found))) for field in fields(Loads)}
+        loads["kept"][0] = its_model.other_mb(pp, batch) * MB
+        for kind in its_model.types:
+            row, times = kinds.index(kind), np.array([its_model.layer_ms(kind, pp, s, batch) / 1e3 for s in found])
+            loads["once" if its_model.one_type else "computes"][row] = times * (pp if its_model.one_type else 1)
+            loads["kept"][row] = [its_model.layer_mb(kind, strategy, batch) * MB for strategy in found]
         fronts = tuple(
-            np.array([number for number, option in enumerate(found) if section.fits(option.strategy)])
+            np.array([number for number, strategy in enumerate(found) if section.fits(strategy)], dtype=np.int64)
             for section in self.space.sections.sections
         )
-        return Choices(tuple(found), tuple(config.kinds), fronts)
+        return Choices(tuple((strategy,) for strategy in found), Loads(**loads), fronts)
 
     def machine(self, outline: PlanOutline, budget: float) -> Machine:
         # With one type of layers the cost model counts memory outside the layers on every stage, vitpar's search only
@@ -223,10 +225,10 @@ class UnderItsModel(Search):
         hops = Hops((0.0,) * (outline.pipeline.num_stages - 1))
         return Machine(lanes=GPUS, budget=budget * (1 + ROUNDING), hops=lambda share: hops)
 
-    def _uniform_options(self, outline: PlanOutline) -> Choices:
+    def uniform_options(self, outline: PlanOutline) -> Choices:
         return self.options(outline)
 
-    def _moves(self, outline: PlanOutline, machine: Machine) -> Moves:
+    def moves(self, outline: PlanOutline, machine: Machine) -> Moves:
         pp, batch = outline.pipeline.pipeline_degree, outline.batch_size
 
         def moves(elements: int, strategies: tuple[Strategy, ...]) -> Array:

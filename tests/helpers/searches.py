@@ -12,7 +12,7 @@ from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Plan, Strategy, validate
 
-EVERYTHING = SearchEffort(tolerance=0.0, simpler=0.0, prices=10**9, mixes=20, changes=10**9, sure=0.0, seconds=10**9)
+EVERYTHING = SearchEffort(tolerance=0.0, simpler=0.0, outlines=10**9, mixes=20, changes=10**9, seconds=10**9)
 """Effort of a search that prices each uniform plan that may be the best."""
 CLOSE = 0.01
 """Relative speed by which a search may miss the best of all plans."""
@@ -27,10 +27,10 @@ def assert_bounds_hold(search: Search, batch_size: int) -> None:
     """Check that no bound of a uniform plan exceeds its price: that could hide the best plan."""
     compared = 0
     for outline in search._outlines():
-        choices, machine = search._uniform_options(outline), search.machine(outline, float("inf"))
-        seconds, needs = uniform_bounds(outline, choices, search._sections, machine)
-        for at_least, bytes_at_least, option in zip(seconds, needs, choices.options, strict=True):
-            plan = replace(outline.pipeline, layers=(("*", option.strategy),), microbatches=outline.microbatches)
+        choices, machine = search.uniform_options(outline), search.machine(outline, float("inf"))
+        seconds, needs = uniform_bounds(outline, choices, search.sections, machine)
+        for at_least, bytes_at_least, (strategy, *_) in zip(seconds, needs, choices.strategies, strict=True):
+            plan = replace(outline.pipeline, layers=(("*", strategy),), microbatches=outline.microbatches)
             found = price(plan, search.costs, batch_size)
             compared += 1
             assert at_least <= found.seconds * (1 + 1e-9), str(plan)

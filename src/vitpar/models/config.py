@@ -370,7 +370,7 @@ class ModelConfig:
                 spans[layer.group] = range(spans.get(layer.group, range(index, index)).start, index + 1)
         return spans
 
-    @property
+    @cached_property
     def layer_flops(self) -> dict[str, int]:
         """Return the floating-point operations of one image's training step by layer, matrix products only."""
         return {name: layer.flops for name, layer in self.layers.items()}

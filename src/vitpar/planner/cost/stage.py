@@ -1,6 +1,6 @@
 """Cost of one pipeline stage: replay the forward and backward of a micro-batch on one rank.
 
-`least_load` sums the same terms into lower bounds of a layer's cost, by which the search skips plans.
+`vitpar.planner.search.loads` sums the same terms into lower bounds of a layer's cost, by which the search skips plans.
 
 Communication overlaps with computing where the runtime overlaps it:
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from vitpar.models.description import TensorSpec
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links, RankGroup
-from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
+from vitpar.planner.cost.records import LayerParameters, PlacedStrategy, Work
 from vitpar.planner.cost.streams import Streams, Transfer
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import Strategy, token_layout
@@ -263,150 +263,3 @@ def exchange_seconds(links: Links, stage: RankGroup, received: float) -> float:
     # An all_to_all link counts the bytes that a rank holds, of which it receives (n - 1) / n. A stage of one rank has
     # only one layout, so n > 1.
     return links.seconds("all_to_all", stage, received * stage.ranks / (stage.ranks - 1))
-
-
-@dataclass(frozen=True)
-class Load:
-    """Lower bounds of one layer's time and memory. All but `working`, `fresh` and `working_once` add up."""
-
-    forward: float = 0.0
-    """Seconds of computing per micro-batch in forward."""
-    computes: float = 0.0
-    """Seconds of computing per micro-batch in forward and backward; in a pipeline with the wait for the slowest rank.
-    """
-    late: float = 0.0
-    """Seconds per micro-batch of gradients of weights, which a zero-bubble schedule may run later."""
-    waits: float = 0.0
-    """Seconds of blocking communication per micro-batch."""
-    waits_across: float = 0.0
-    """Seconds of `waits` across nodes, where background communication within nodes progresses."""
-    once: float = 0.0
-    """Seconds of the optimizer per step."""
-    waits_once: float = 0.0
-    """Seconds of blocking communication once per step."""
-    edge: float = 0.0
-    """Seconds once per step of embed's communication that nothing overlaps: the first gather and the last reduction.
-    """
-    sent_each: float = 0.0
-    """Seconds of background communication per micro-batch."""
-    sent_once: float = 0.0
-    """Seconds of background communication once per step."""
-    sent_early: float = 0.0
-    """Seconds of `sent_once` that the first forward waits for."""
-    sent_late: float = 0.0
-    """Seconds of `sent_once` that begin in the last micro-batch's backward."""
-    sent_each_across: float = 0.0
-    """Seconds of `sent_each` across nodes."""
-    sent_once_across: float = 0.0
-    """Seconds of `sent_once` across nodes."""
-    sent_late_across: float = 0.0
-    """Seconds of `sent_late` across nodes."""
-    kept: float = 0.0
-    """Bytes of parameters and optimizer state, kept for the complete run."""
-    reduced: float = 0.0
-    """Bytes of gradients when the optimizer steps."""
-    gathered: float = 0.0
-    """Bytes of parameter copies kept during a complete step."""
-    gradients: float = 0.0
-    """Bytes of gradients kept between the step's backwards."""
-    saved: float = 0.0
-    """Bytes per micro-batch kept between forward and backward."""
-    working: float = 0.0
-    """Transient bytes at the peak of the layer's backward or reduction, in a step of several backwards."""
-    fresh: float = 0.0
-    """Transient bytes of new gradients in the step's first backward, if the later ones have none; else in `working`."""
-    working_once: float = 0.0
-    """Transient bytes at the peak of the layer's backward or reduction, in a step with a single backward."""
-
-
-def least_load(
-    costs: LayerCosts,
-    kind: LayerKind,
-    position: PipelinePosition,
-    rows: int,
-    moments: float,
-    update: float,
-    pipelined: bool,
-) -> Load:
-    """Return lower bounds of a layer's cost in any plan, from the terms that `StageCost` and `memory` replay.
-
-    rows: images of a micro-batch over all ranks of the stage.
-    moments: bytes of optimizer state per byte of parameters.
-    update: seconds of the optimizer per element on the device.
-    pipelined: whether the plan has several stages.
-    """
-    work, weights, execution = (
-        costs.work(kind, position, rows),
-        costs.weights(kind, position),
-        position.executions[kind],
-    )
-    in_order, every = costs.hardware.device == "cpu", execution.reduced == "every micro-batch"
-    gathers = weights.gather * (execution.gathers_every_forward + execution.gathers_in_backward)
-    gathers_once = weights.gather * (execution.wrapped and not execution.gathers_every_forward)
-    waits = work.forward_sent + work.backward_sent + work.beside
-    # On a CPU, nothing else is sent while a rank waits: all counts as one wire.
-    waits_across = waits * (work.across and not in_order)
-    reduce_across = (weights.reduce - weights.summed) * weights.shard_across + weights.summed * weights.copies_across
-    gathers_across, once_across = gathers * weights.shard_across, gathers_once * weights.shard_across
-    sent_each_across = sent_once_across = sent_late_across = 0.0
-    once = edge = sent_each = sent_once = sent_early = sent_late = skew = 0.0
-    # The step's first gather and last reduction are embed's: no layer computes before the one or after the other.
-    # On a CPU, wrapped layers block anyway and are counted in waits and waits_once.
-    if costs.config.kinds[kind].first and not pipelined:
-        edge = weights.reduce * (not in_order or not execution.wrapped) + weights.gather * (not in_order)
-    if not execution.wrapped:
-        sent_once = sent_late = weights.reduce
-        sent_once_across = sent_late_across = reduce_across * (not in_order)
-    elif in_order:
-        waits += gathers + weights.reduce * every
-        once = gathers_once + weights.reduce * (not every)
-    else:
-        sent_each = gathers + weights.reduce * every
-        sent_late = weights.reduce * (execution.reduced == "last micro-batch")
-        sent_early = gathers_once
-        sent_once = sent_early + sent_late
-        sent_each_across = gathers_across + reduce_across * every
-        sent_late_across = reduce_across * (execution.reduced == "last micro-batch")
-        sent_once_across = once_across + sent_late_across
-        once = weights.reduce * (execution.reduced == "end of step")
-    if pipelined:
-        # Ranks meet after every action, late by sqrt(sum of skew²). Over n layers that is at least sum(skew) / sqrt(n)
-        # (Cauchy-Schwarz), which adds up over layers as a bound must; no stage has more layers than the model.
-        skew = sum(work.skew) / len(costs.config.layers) ** 0.5
-    # The terms below are those of `memory._Walk`: two gathered copies while one layer computes and the next is fetched,
-    # and gradients twice during a reduction, as they are and as the collective's buffer. By then the layer's saved
-    # activations are freed, hence their subtraction.
-    workspace = work.workspace + weights.gathered * 2 * execution.reshard_after_forward
-    fresh, reducing = weights.unreduced_grad_bytes if execution.wrapped else weights.gradient_bytes, 0.0
-    if not execution.wrapped:
-        reducing = (weights.reducing + fresh + weights.message) * (weights.message > 0)
-    elif execution.reduced != "end of step":
-        reducing = weights.reducing + 2 * fresh
-    working_once, again = max(workspace + fresh, reducing - work.saved), execution.wrapped and every
-    shard, trained = (0.0, 0.0) if weights.offloaded else (weights.local_bytes, weights.gradient_bytes)
-    update = costs.update(1, True) if weights.offloaded else update
-    return Load(
-        forward=work.forward,
-        computes=work.forward + work.backward - work.beside + skew,
-        late=work.weight_grad_time,
-        waits=waits,
-        waits_across=waits_across,
-        once=weights.trained_elements * update,
-        waits_once=once,
-        edge=edge,
-        sent_each=sent_each,
-        sent_once=sent_once,
-        sent_early=sent_early,
-        sent_late=sent_late,
-        sent_each_across=sent_each_across,
-        sent_once_across=sent_once_across,
-        sent_late_across=sent_late_across,
-        kept=shard + trained * moments,
-        reduced=trained,
-        gathered=0.0 if execution.reshard_after_forward else weights.gathered,
-        gradients=weights.unreduced_grad_bytes if execution.wrapped and not every else trained,
-        saved=work.saved,
-        working=working_once if again else workspace,
-        fresh=fresh * (not again),
-        working_once=working_once,
-    )

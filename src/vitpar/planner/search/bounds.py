@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.planner.cost.price import Hops
+from vitpar.planner.search.loads import Array, Indices
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.sections import Sections
 from vitpar.strategy import Plan
 from vitpar.strategy.stages import split_blocks, stages_of_rank
 
-Array = NDArray[np.float64]
 TIMES, EACH, BYTES = slice(0, 5), 5, slice(6, 8)
 """Rows of `layer_sums`: seconds of a step, seconds of a micro-batch, bytes."""
 LIMITED = [0, 1, 2, 3, 4, 6, 7]
@@ -79,25 +79,25 @@ class Machine:
 class Costs:
     """Costs of layers on a `Machine` in seconds: arrays [kinds, strategies].
 
-    The attributes are the fields of `Load`, scaled by the machine's rates. `work` is computing plus waiting per
+    The attributes are the fields of `Loads`, scaled by the machine's rates. `work` is computing plus waiting per
     micro-batch, `optimizer` the seconds of the optimizer per step.
     """
 
     def __init__(self, choices: Choices, machine: Machine) -> None:
         a, slow = choices.loads, machine.sending / machine.speed
-        self.computes = a["computes"] * (machine.alone / machine.speed)
-        self.forward = a["forward"] * (machine.alone / machine.speed)
-        self.late = a["late"] * (machine.alone / machine.speed)
-        self.waits = a["waits"] * slow
+        self.computes = a.computes * (machine.alone / machine.speed)
+        self.forward = a.forward * (machine.alone / machine.speed)
+        self.late = a.late * (machine.alone / machine.speed)
+        self.waits = a.waits * slow
         self.work = self.computes + self.waits
-        self.optimizer = a["once"]
-        self.edge = a["edge"]
-        self.waits_once = a["waits_once"] * slow
-        self.sent_each, self.sent_once = a["sent_each"], a["sent_once"]
-        self.sent_early, self.sent_late = a["sent_early"], a["sent_late"]
-        self.waits_across = a["waits_across"] * slow
-        self.sent_each_across, self.sent_once_across = a["sent_each_across"], a["sent_once_across"]
-        self.sent_late_across = a["sent_late_across"]
+        self.optimizer = a.once
+        self.edge = a.edge
+        self.waits_once = a.waits_once * slow
+        self.sent_each, self.sent_once = a.sent_each, a.sent_once
+        self.sent_early, self.sent_late = a.sent_early, a.sent_late
+        self.waits_across = a.waits_across * slow
+        self.sent_each_across, self.sent_once_across = a.sent_each_across, a.sent_once_across
+        self.sent_late_across = a.sent_late_across
 
     def unpipelined(self, m: int, overlap: tuple[float, float]) -> list[Array]:
         """Return five lower bounds on a step of `m` micro-batches without a pipeline, as seconds per layer to sum up.
@@ -137,14 +137,18 @@ class LayerSums:
 
     layers: Array
     """Costs of a layer by kind, [8, kinds, strategies]."""
-    besides: Array
+    besides: float
     """Bytes in front of the stage's first block, with any layer."""
     working: Array
-    """Transient bytes by kind of the stage's last block, [kinds, strategies]."""
+    """Transient bytes in the backward of a layer, [kinds, strategies]."""
+    after: Array
+    """Bytes of a layer after its backward, while that of earlier layers runs, [kinds, strategies]."""
 
 
-def layer_sums(outline: PlanOutline, choices: Choices, machine: Machine, number: int) -> LayerSums:
+def layer_sums(outline: PlanOutline, choices: Choices, machine: Machine, number: int, columns: Indices) -> LayerSums:
     """Return the costs of single layers of stage `number`.
+
+    columns: strategies that may be mixed
 
     The stage costs at least their sum. Rows:
 
@@ -172,20 +176,19 @@ def layer_sums(outline: PlanOutline, choices: Choices, machine: Machine, number:
     alive = in_flight(pipeline, m)[number]
     # With more micro-batches than are alive, the gradients of earlier ones exist at the peak of row 7.
     waiting = m > (1 if pp == 1 else alive)
-    busy = a["kept"] + a["gathered"] + a["gradients"] * waiting + alive * a["saved"]
+    busy = a.kept + a.gathered + a.gradients * waiting + alive * a.saved
     last = pipeline.num_stages - 1
     hops = (number > 0) + (number < last)
-    # torch keeps receive buffers for every micro-batch on each side. Their layout is set by the neighbouring stage too,
-    # whose strategy is open: the smallest share of all strategies is the only one that holds for any mix.
-    besides = hops * m * machine.tokens * choices.token_share.min() + (number == 0) * machine.images * float(
-        choices.image_share.min()
-    )
-    # The peak is before the head's backward, or in that of the last block, when the head's activations are freed.
-    working = a["working_once"] if m == 1 else a["working"] + a["fresh"] * (not waiting)
-    working = np.maximum(0.0, working - a["saved"][-1] * (number == last))
-    # In a pipeline, gathered copies and unreduced gradients exist until the end of the last backward.
-    ending = np.maximum(a["reduced"], (a["gathered"] + a["gradients"]) * (pp > 1))
-    return LayerSums(np.stack([*times, costs.work, a["kept"] + ending, busy]), besides, working)
+    # torch keeps receive buffers for every micro-batch on each side. Their layout is set by the neighbouring stage too.
+    besides = hops * m * machine.tokens * float(choices.token_share[columns].min())
+    besides += (number == 0) * machine.images * float(choices.image_share[columns].min())
+    working = a.working_once if m == 1 else a.working + a.fresh * (not waiting)
+    if alive == 1:
+        working = np.maximum(working, a.working_once - a.fresh * waiting)
+    working = np.maximum(working, a.copied + a.fresh * (not waiting) - alive * a.saved)
+    after = a.kept + a.gathered + (a.reduced if m == pp == 1 else a.gradients) + (alive - 1) * a.saved
+    rows = np.stack([*times, costs.work, a.kept + a.reduced, busy])
+    return LayerSums(rows, besides, working, after)
 
 
 def uniform_bounds(outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:
@@ -303,9 +306,9 @@ def _uniform_bytes(outline: PlanOutline, choices: Choices, counts: Array, ends: 
     last = len(counts) - 1
     number = np.arange(len(counts))[:, None]
     travelling = m * machine.tokens * choices.token_share * ((number > 0) * 1.0 + (number < last))
-    held = counts @ a["kept"] + travelling + (number == 0) * machine.images * choices.image_share
-    saved, gathered, gradients = counts @ a["saved"], counts @ a["gathered"], counts @ a["gradients"]
-    resting = held + counts @ a["reduced"]
+    held = counts @ a.kept + travelling + (number == 0) * machine.images * choices.image_share
+    saved, gathered, gradients = counts @ a.saved, counts @ a.gathered, counts @ a.gradients
+    resting = held + counts @ a.reduced
     if pipeline.virtual_stages > 1:
         places = [list(stages_of_rank(place, pipeline)) for place in range(pipeline.pipeline_degree)]
         # Schedules differ in what they keep; under each, some micro-batch is alive in all stages of the rank at once.
@@ -314,9 +317,9 @@ def _uniform_bytes(outline: PlanOutline, choices: Choices, counts: Array, ends: 
     alive = np.array(in_flight(pipeline, m))[:, None]
     # With more micro-batches than are alive, gradients of earlier ones exist when the peak is reached.
     again = m > (1 if pipeline.pipeline_degree == 1 else alive)
-    blocks = alive * saved - counts[:, -1:] * a["saved"][-1]
-    several = a["working"][ends] + np.where(again, gradients, a["fresh"][ends])
-    working = a["working_once"][ends] if m == 1 else several
+    blocks = alive * saved - counts[:, -1:] * a.saved[-1]
+    several = a.working[ends] + np.where(again, gradients, a.fresh[ends])
+    working = a.working_once[ends] if m == 1 else several
     busy_bytes = held + gathered + blocks + working
     return np.asarray(np.maximum(resting, busy_bytes).max(0))
 

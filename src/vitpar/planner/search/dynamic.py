@@ -7,24 +7,21 @@ blocks as fit into memory and a cap of time; bisection finds the lowest cap unde
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitpar.planner.search.bounds import BYTES, EACH, TIMES, LayerSums
-from vitpar.planner.search.options import Array
+from vitpar.planner.search.loads import Array, Indices
 from vitpar.planner.search.tables import LayerTable
 
 BINS = 24
 """Labels of a token layout that are kept at most, by their bytes."""
 CLOSE = 1.01
 """Ratio of a cap that holds to one that does not, at which bisection stops."""
-SIMPLER = 3e-5
+SIMPLER = 1e-4
 """Relative seconds that a change of strategy within a stage counts."""
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -54,16 +51,18 @@ class _Step:
     parents: Indices
     """Labels of the layer before, [labels]."""
     peaks: Array
-    """Bytes of the stage if it ends here, [labels]."""
+    """Bytes of the stage at its peak, [labels]."""
 
 
 class Programme:
     """Fastest mixes of one outline.
 
     memory: bytes that the table's costs may reach, of each stage
+    columns: columns to mix, of each section
     """
 
-    def __init__(self, table: LayerTable, memory: Array) -> None:
+    def __init__(self, table: LayerTable, memory: Array, columns: Sequence[Indices]) -> None:
+        self._columns = columns
         self._table, self._memory = table, memory
         sections, self._stages = table.sections, table.outline.pipeline.num_stages
         self._last = sections.depth + 1
@@ -120,15 +119,13 @@ class Programme:
         first[0, BYTES] += sums.besides
         # Neighbours that exchange messages take as long as these and the work of one of both (`bounds.queueing`).
         first[0, 0] += table.queued[max(0, number - 1) : number + 1].max(initial=0.0)
-        steps, ended = [_Step(first, np.array([-1]), np.array([0]), np.zeros(1))], None
+        steps, ended = [_Step(first, np.array([-1]), np.array([0]), np.full(1, sums.besides))], None
         most = self._last if last else self._last - self._stages + number
         for layer in range(start, most + 1):
             step = self._extend(steps[-1], sums, layer, caps, float(self._memory[number]))
             steps.append(step)
             if not len(step.columns):
                 break
-            if last and layer == self._last - 1:
-                step.sums[:, -1] += sums.working[self._rows[layer], step.columns]
             if layer == self._last if last else layer > 0:
                 ended = len(steps) - 1, int(step.sums[:, TIMES].max(1).argmin())
         if ended is None:
@@ -138,7 +135,7 @@ class Programme:
         while at:
             columns.append(int(steps[at].columns[label]))
             at, label = at - 1, int(steps[at].parents[label])
-        return reached, peak, self._sorted(columns[::-1], start)
+        return reached, peak, columns[::-1]
 
     def _extend(self, step: _Step, costs: LayerSums, layer: int, caps: Array, memory: float) -> _Step:
         """Return the labels after the next layer."""
@@ -149,10 +146,10 @@ class Programme:
             # Of about equally fast mixes, one with few strategies.
             sums[..., TIMES] *= 1 + SIMPLER * (step.columns[:, None] != columns)[..., None]
             sums += table.edges(layer, step.columns, columns)[..., None] * table.waits
-        # The stage's peak is in the backward of its last block, which this one may be.
-        working = costs.working[row, columns] if 0 < layer < self._last else 0.0
+        # In the backward of an earlier layer, this one has left its gradients.
+        peak = np.maximum(step.peaks[:, None] + costs.after[row, columns], sums[..., -1] + costs.working[row, columns])
+        peak = np.maximum(peak, sums[..., -2])
         seconds, used = sums[..., TIMES].max(-1), sums[..., BYTES].max(-1)
-        peak = np.maximum(sums[..., -2], sums[..., -1] + working)
         labels, places = np.nonzero((sums[..., TIMES] <= caps).all(-1) & (peak <= memory))
         if not len(labels):
             return _Step(np.zeros((0, 8)), labels, labels, np.zeros(0))
@@ -167,40 +164,10 @@ class Programme:
         grid[keys[fastest]] = seconds[fastest]
         grid = np.minimum.accumulate(grid.reshape(-1, BINS + 1), 1).ravel()
         first = keys[fastest] % (BINS + 1) == 0
-        # The fastest of each bin alone would add up to half a bin a layer: keep the one with the least bytes, too.
-        smallest = np.lexsort((seconds, peak, table.layout[columns]))
-        smallest = smallest[np.diff(table.layout[columns[smallest]], prepend=-1) > 0]
-        kept = np.union1d(fastest[first | (seconds[fastest] < grid[keys[fastest] - 1])], smallest)
-        return _Step(sums[kept], columns[kept], labels[kept], peak[kept])
-
-    @cached_property
-    def _columns(self) -> list[Indices]:
-        """Columns of each section that no other one with the same layout is below in all rows."""
-        table, sections, kept = self._table, self._table.sections, list[Indices]()
-        for section, front in zip(sections.sections, table.choices.fronts, strict=True):
-            rows = [sections.kinds.index(kind) for kind in section.kinds]
-            costs = np.concatenate([table.sums(n).layers[:, rows].reshape(-1, len(table.layout)) for n in self._ends])
-            costs, layout = costs[:, front], table.layout[front]
-            below = (costs[:, :, None] <= costs[:, None, :]).all(0) & (layout[:, None] == layout)
-            same = below & below.T
-            dominated = (below & ~same).any(0) | np.triu(same, 1).any(0)
-            kept.append(front[~dominated])
-        return kept
-
-    @cached_property
-    def _ends(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys((0, self._stages - 1)))
-
-    def _sorted(self, columns: list[int], start: int) -> list[int]:
-        """Return the columns with equal ones next to each other, among equal layers with the same token layout.
-
-        The last one stays where it is: the stage's peak of memory is in its backward.
-        """
-        layers = range(start, start + len(columns))
-        found: list[int] = []
-        for _, run in groupby(
-            zip(layers, columns, strict=True), lambda pair: (self._rows[pair[0]], int(self._table.layout[pair[1]]))
-        ):
-            same = [column for _, column in run]
-            found += sorted(same, key=lambda column: (column == same[-1], column))
-        return found
+        # The fastest of each bin alone would add up to half a bin a layer: keep those with the least bytes, too.
+        kept = [fastest[first | (seconds[fastest] < grid[keys[fastest] - 1])]]
+        for memory_of_labels in (used, peak):
+            smallest = np.lexsort((seconds, memory_of_labels, table.layout[columns]))
+            kept.append(smallest[np.diff(table.layout[columns[smallest]], prepend=-1) > 0])
+        best = np.unique(np.concatenate(kept))
+        return _Step(sums[best], columns[best], labels[best], peak[best])

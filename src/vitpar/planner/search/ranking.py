@@ -16,14 +16,12 @@ class SearchEffort:
     """Relative speedup over the chosen plan that an exact search may miss."""
     simpler: float = 0.01
     """Relative speed that is given up for fewer strategies: predictions do not order plans that close."""
-    prices: int = 6
-    """Uniform plans to price at most, per outline."""
+    outlines: int = 40
+    """Outlines in which strategies are mixed at most."""
     mixes: int = 8
     """Mixes to make at most until one fits into memory, per outline."""
     changes: int = 40
     """Changes of the best plan to price at most; fewer of a plan with many micro-batches and stages."""
-    sure: float = 0.96
-    """Share of its seconds by the table, corrected by what the replay adds to others, that a plan takes at least."""
     alternatives: int = 10
     """Plans to keep besides the best."""
     seconds: float = 20.0

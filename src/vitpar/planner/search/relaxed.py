@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from vitpar.planner.search.bounds import Costs, Machine, PlanOutline, in_flight, queueing, rounds
-from vitpar.planner.search.options import Array, Choices
+from vitpar.planner.search.loads import Array
+from vitpar.planner.search.options import Choices
 from vitpar.planner.search.sections import Sections
 from vitpar.strategy import SCHEDULES
 
@@ -35,7 +36,7 @@ def least_seconds(
     steps: maximum number of subgradient steps; with 0 only the single sums are used
     enough: value of the bound at which to stop
     """
-    if not choices.options:
+    if not choices.strategies:
         return float("inf")
     sums, constants = _sums(outline, choices, sections, machine)
     needs, budgets = _needs(outline, choices, sections, machine)
@@ -179,7 +180,7 @@ def _needs(outline: PlanOutline, choices: Choices, sections: Sections, machine: 
     pp = pipeline.pipeline_degree
     # Under other schedules than gpipe the last stage keeps one micro-batch. Any layer could be there.
     alive = m if pipeline.schedule == "gpipe" else 1
-    waiting = a["gradients"] if pp == 1 and m > 1 else 0.0
+    waiting = a.gradients if pp == 1 and m > 1 else 0.0
     travelling = 2 * (pipeline.num_stages - 1) * m * machine.tokens * float(choices.token_share.min())
     left = pp * machine.budget - travelling - machine.images * float(choices.image_share.min())
     working = 0.0
@@ -187,6 +188,6 @@ def _needs(outline: PlanOutline, choices: Choices, sections: Sections, machine: 
     if pp == 1:
         # Of several kinds of blocks, that of the last block.
         last = sections.rows[-1]
-        working = float(a["working_once" if m == 1 else "working"][last].min() - a["saved"][-1].max())
-    busy = a["kept"] + a["gathered"] + waiting + alive * a["saved"]
-    return np.stack([a["kept"] + a["reduced"], busy]), [left, left - max(0.0, working)]
+        working = float((a.working_once if m == 1 else a.working)[last].min() - a.saved[-1].max())
+    busy = a.kept + a.gathered + waiting + alive * a.saved
+    return np.stack([a.kept + a.reduced, busy]), [left, left - max(0.0, working)]

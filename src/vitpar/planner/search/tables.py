@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vitpar.planner.search.bounds import EACH, LayerSums, Machine, PlanOutline, layer_sums, rounds
-from vitpar.planner.search.options import Array, Choices
+from vitpar.planner.search.loads import Array, Indices
+from vitpar.planner.search.options import Choices
 from vitpar.planner.search.sections import Sections
 from vitpar.strategy import Strategy
 from vitpar.strategy.layout import Layout, token_layout_key
@@ -26,16 +26,20 @@ class LayerTable:
     ) -> None:
         self.outline, self.choices, self.sections, self.machine = outline, choices, sections, machine
         self._moves, self._sums = moves, dict[int, LayerSums]()
-        keys = [token_layout_key(option.strategy) for option in choices.options]
+        keys = [token_layout_key(strategy) for (strategy,) in choices.strategies]
         layouts = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         self.layout = np.array([layouts[key] for key in keys])  # of each column
-        self._models = tuple(choices.options[keys.index(key)].strategy for key in layouts)
+        self._models = tuple(choices.strategies[keys.index(key)][0] for key in layouts)
         self._moved: dict[int, Array] = {}
         # Redistribution blocks in forward and backward of every micro-batch; no transfer in the background adds to it.
         self.waits = np.zeros(8)
         self.waits[:4], self.waits[EACH] = outline.microbatches, 1.0
         if outline.pipeline.pipeline_degree == 1:
             self.waits[4] = outline.microbatches
+        self.columns = np.arange(len(keys))
+        """Strategies that may be mixed."""
+        self.scale = np.ones(len(keys))
+        """Factors of the seconds of each column."""
         self.hops = np.array(machine.hops(float(choices.token_share.min())).each)
         """Seconds of a message between neighbouring stages."""
         self.queued = 2 * self.hops * (rounds(outline) if outline.pipeline.schedule == "1f1b" else 0)
@@ -49,7 +53,8 @@ class LayerTable:
     def sums(self, number: int) -> LayerSums:
         """Return the costs of single layers in stage `number`, cached."""
         if number not in self._sums:
-            self._sums[number] = layer_sums(self.outline, self.choices, self.machine, number)
+            sums = self._sums[number] = layer_sums(self.outline, self.choices, self.machine, number, self.columns)
+            sums.layers[: EACH + 1] *= self.scale
         return self._sums[number]
 
     def moved(self, layer: int) -> Array:
@@ -62,7 +67,7 @@ class LayerTable:
             self._moved[elements] = self._moves(elements, self._models)
         return self._moved[elements]
 
-    def edges(self, layer: int, before: NDArray[np.int64], behind: NDArray[np.int64]) -> Array:
+    def edges(self, layer: int, before: Indices, behind: Indices) -> Array:
         """Return the seconds per micro-batch of redistribution in front of a layer, [before, behind]."""
         return self.moved(layer)[self.layout[before][:, None], self.layout[behind]]
 

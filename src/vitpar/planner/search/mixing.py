@@ -1,0 +1,219 @@
+"""Plans with several strategies or uneven stages: the fastest mix of an outline, and changes of the best plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise, permutations
+
+import numpy as np
+
+from vitpar.planner.cost.price import Price
+from vitpar.planner.search.bounds import PlanOutline, uniform_bounds
+from vitpar.planner.search.costed import CostedSpace
+from vitpar.planner.search.dynamic import Mix, Programme
+from vitpar.planner.search.ends import with_layers, with_tied_alike
+from vitpar.planner.search.loads import Indices, undominated
+from vitpar.planner.search.options import Choices
+from vitpar.planner.search.ranking import BestPlans, SearchEffort
+from vitpar.planner.search.tables import LayerTable
+from vitpar.strategy import Plan
+from vitpar.strategy.stages import split_blocks
+
+OVER = 0.7
+"""Share of the bytes by which a mix does not fit that the next one saves."""
+COLUMNS = 12
+"""Number of the fastest uniform plans, and of those with the least memory, whose strategies are mixed."""
+ALONE = 2
+"""Number of uniform plans whose blocks are split into stages in other ways."""
+CLOSE = 1.2
+"""Ratio of the seconds of a mix by the table to the best price, above which it is not priced."""
+NEAR = 1.25
+"""Ratio of the seconds of an outline's mix to the best price, below which it is changed."""
+ACTIONS = 4000
+"""Micro-batches times stages that are replayed at most for changes of the best plan."""
+IMPROVED = 3
+"""Number of best plans that are changed."""
+WORTH = 1e-4
+"""Relative time that a change saves at least."""
+WORTH_CHANGES = 1.005
+"""Ratio of the best price to the bound, below which no plan is changed."""
+ENDS = 4
+"""Strategies that are tried for embed or head."""
+
+
+class Mixer:
+    """Search of plans with several strategies or uneven stages, which are offered to `best_plans`.
+
+    budget: bytes of memory per rank
+    """
+
+    def __init__(self, costed: CostedSpace, budget: float, best_plans: BestPlans, effort: SearchEffort) -> None:
+        self._costed, self._budget, self.best_plans, self.effort = costed, budget, best_plans, effort
+        self._config, self._sections = costed.costs.config, costed.sections
+
+    def mix(self, outline: PlanOutline) -> None:
+        """Price the fastest mixes that the programme of an outline finds, and offer them to `best_plans`."""
+        choices, machine = self._costed.options(outline), self._costed.machine(outline, self._budget)
+        if not choices.strategies:
+            return
+        table = LayerTable(outline, choices, self._sections, machine, self._costed.moves(outline, machine))
+        found = [one for columns in self._scaled(table) for one in self._fitting(table, columns)]
+        best = min(found, key=lambda one: one.seconds, default=None)
+        if best and best.seconds < NEAR * self.best_plans.limit * best.batch_size:
+            self._improve(best, self.effort.changes // 4)
+
+    def _fitting(self, table: LayerTable, columns: Sequence[Indices]) -> list[Price]:
+        """Return the price of the fastest mix of these columns of each section that fits into memory, if any.
+
+        Where layers share a parameter, it is one of several plans.
+        """
+        outline, found = table.outline, list[Price]()
+        rooms = np.full(outline.pipeline.num_stages, table.machine.budget)
+        for _ in range(self.effort.mixes):
+            limit = CLOSE * self.best_plans.mixed_limit * outline.batch_size - table.overhead
+            mix = Programme(table, rooms, columns).best(limit)
+            if mix is None:
+                break
+            over = np.zeros(len(rooms))
+            for plan in with_tied_alike(self._plan(outline, table.choices, mix), self._config, self._costed.tied):
+                over = np.maximum(0.0, np.array(self._costed.place_bytes(plan, outline.batch_size)) - self._budget)
+                if not over.any():
+                    found.append(self._costed.price(plan, outline.batch_size))
+                    self.best_plans.offer(found[-1])
+            if not over.any():
+                break
+            # The table leaves out some of the memory.
+            rooms = np.where(over > 0, np.minimum(rooms, mix.peaks) - OVER * over, rooms)
+        return found
+
+    def _scaled(self, table: LayerTable) -> list[tuple[Indices, ...]]:
+        """Scale the seconds of a table by the prices of uniform plans; return sets of columns to mix in each section.
+
+        First the strategies of uniform plans that no other one is below in seconds, parameters and activations; then
+        those of the fastest uniform plans, each for itself.
+        """
+        outline, machine = table.outline, table.machine
+        choices = self._costed.uniform_options(outline)
+        seconds, needs = uniform_bounds(outline, choices, self._sections, machine)
+        loads, counts = choices.loads, self._sections.counts
+        kept = counts @ (loads.kept + loads.gathered)
+        behind = kept + counts @ np.maximum(loads.reduced, loads.gradients)
+        working = (loads.working + loads.fresh + loads.copied).max(0)
+        costs = np.stack([seconds, kept, behind, counts @ loads.saved, working])
+        # The table tells the waiting for gathers and reductions badly: compare it with equal ones only.
+        kinds = [(strategies[0].zero, strategies[0].has("fsdp")) for strategies in choices.strategies]
+        front = undominated(costs, np.array([kinds.index(kind) for kind in kinds], dtype=np.int64))
+        fastest, smallest = (front[np.argsort(by[front], kind="stable")][:COLUMNS] for by in (seconds, needs))
+        front = np.array(list(dict.fromkeys([*fastest.tolist(), *smallest.tolist()])), dtype=np.int64)
+        left = max(2, ACTIONS // (10 * outline.microbatches * outline.pipeline.num_stages))
+        factors = np.zeros(len(front))
+        for place, plan in enumerate(front[:left].tolist()):
+            layers = self._costed.layers(choices.strategies[plan])
+            uniform = replace(outline.pipeline, layers=layers, microbatches=outline.microbatches)
+            priced = self._costed.price(uniform, outline.batch_size)
+            least = max(1e-9, float(seconds[plan]) - table.overhead)
+            factors[place] = max(1.0, (priced.seconds - table.overhead) / least)
+        factors[left:] = factors.max(initial=1.0)
+        costs[0, front] *= factors
+        column = {strategy: number for number, (strategy,) in enumerate(table.choices.strategies)}
+        kept_plans = front[undominated(costs[:, front], np.zeros_like(front))]
+        factor = dict(zip(front.tolist(), factors.tolist(), strict=True))
+        every, alone = [set[int]() for _ in table.choices.fronts], list[tuple[Indices, ...]]()
+        for plan in kept_plans[np.argsort(costs[0, kept_plans], kind="stable")].tolist():
+            strategies = choices.strategies[plan]
+            chosen = [column[strategies[min(number, len(strategies) - 1)]] for number in range(len(every))]
+            alone.append(tuple(np.array([one]) for one in chosen))
+            for section, one in zip(every, chosen, strict=True):
+                section.add(one)
+                table.scale[one] = max(table.scale[one], factor[plan])
+        if not alone:
+            return []
+        table.columns = np.array(sorted(set().union(*every)), dtype=np.int64)
+        mixed = tuple(np.array(sorted(section), dtype=np.int64) for section in every)
+        return [mixed, *alone[: ALONE if outline.pipeline.pipeline_degree > 1 else 0]]
+
+    def improve_best(self, least: float) -> None:
+        """Change the best plans, unless they are close to a lower bound on the seconds per image.
+
+        least: the bound
+        """
+        for best in self.best_plans.plans[:IMPROVED]:
+            if self.best_plans.limit > WORTH_CHANGES * least:
+                self._improve(best, self.effort.changes)
+
+    def _improve(self, best: Price, changes: int) -> None:
+        """Change a plan in one place as long as its price falls.
+
+        changes: number of prices at most; fewer for a plan with many micro-batches and stages
+        """
+        tried = set[Plan]()
+        left = min(changes, ACTIONS // ((best.plan.microbatches or 1) * best.plan.num_stages))
+        better = True
+        while better:
+            better = False
+            for plan in self._changed(best):
+                if plan in tried or not left:
+                    continue
+                tried.add(plan)
+                if self._costed.fits(plan, best.batch_size, self._budget):
+                    left -= 1
+                    priced = self._costed.price(plan, best.batch_size)
+                    self.best_plans.offer(priced)
+                    if priced.seconds < (1 - WORTH) * best.seconds:
+                        best, better = priced, True
+                        break
+
+    def _changed(self, best: Price) -> Iterator[Plan]:
+        """Yield plans that differ from `best` in the end of a stage, where strategies change, or in embed or head."""
+        plan, depth = best.plan, self._sections.depth
+        sizes = [len(blocks) for blocks in split_blocks(depth, plan.pipeline_degree, plan.split)]
+        strategies = plan.strategies(self._config.layer_names)
+        names = list(strategies)
+        if plan.virtual_stages > 1:  # the space contains only plans with one strategy in all blocks, and even stages
+            yield from self._other_ends(best)
+            return
+        for source, target in sorted(permutations(range(len(sizes)), 2), key=lambda pair: abs(pair[0] - pair[1])):
+            if sizes[source] > 1:
+                moved = tuple(n - (stage == source) + (stage == target) for stage, n in enumerate(sizes))
+                yield replace(plan, split=split_of(moved))
+        sections = [self._sections.sections[number] for number in (0, *self._sections.of_block, -1)]
+        for place, pair in enumerate(pairwise(names)):
+            if strategies[pair[0]] != strategies[pair[1]]:
+                for changed, other in ((0, 1), (1, 0)):
+                    if sections[place + changed].fits(strategies[pair[other]]):
+                        layers = {**strategies, pair[changed]: strategies[pair[other]]}
+                        yield with_layers(plan, layers)
+                        ends = {names[0]: layers[names[1]], names[-1]: layers[names[-2]]}
+                        yield with_layers(plan, {**layers, **ends})
+        yield from self._other_ends(best)
+
+    def _other_ends(self, best: Price) -> Iterator[Plan]:
+        """Yield plans with another strategy of embed or head."""
+        plan = best.plan
+        strategies = plan.strategies(self._config.layer_names)
+        names = list(strategies)
+        pipeline = replace(plan, layers=Plan().layers, split="even", microbatches=None)
+        choices = self._costed.options(PlanOutline(pipeline, best.batch_size, plan.microbatches or 1))
+        if not choices.strategies:  # a plan of `reasons` that is not in the space
+            return
+        for name, front in ((names[0], choices.fronts[0]), (names[-1], choices.fronts[-1])):
+            row = self._sections.kinds.index(self._config.layers[name].kind)
+            loads, m = choices.loads, plan.microbatches or 1
+            seconds = m * (loads.computes + loads.waits + loads.sent_each)[row]
+            seconds += (loads.once + loads.waits_once + loads.edge + loads.sent_once)[row]
+            for column in sorted(front.tolist(), key=lambda column: float(seconds[column]))[:ENDS]:
+                yield with_layers(plan, {**strategies, name: choices.strategies[column][0]})
+
+    def _plan(self, outline: PlanOutline, choices: Choices, mix: Mix) -> Plan:
+        """Return the plan of a mix."""
+        names = self._config.layer_names
+        layers = {name: choices.strategies[column][0] for name, column in zip(names, mix.columns, strict=True)}
+        split = split_of(mix.sizes)
+        return with_layers(replace(outline.pipeline, microbatches=outline.microbatches, split=split), layers)
+
+
+def split_of(sizes: tuple[int, ...]) -> str | tuple[int, ...]:
+    """Return `sizes`, the blocks of each stage, as the field `Plan.split`."""
+    even = tuple(len(blocks) for blocks in split_blocks(sum(sizes), len(sizes), "even"))
+    return "even" if sizes == even else sizes

@@ -2,10 +2,13 @@
 
 space       plans to consider: strategies of a stage, pipelines, micro-batches, batch sizes
 sections    blocks that may have strategies of their own, in models with several kinds of blocks
-options     costs of each strategy, without dominated strategies
-bounds      lower bounds for uniform plans (one strategy, even stages)
+loads       least costs of layers under each strategy, as arrays
+options     strategies of the layers of an outline
+bounds      lower bounds for uniform plans (one strategy, even stages), and costs of the layers of a stage
 relaxed     lower bounds for any mix of strategies and any split
+costed      prices of plans, and the costs of an outline
 dynamic     fastest mixes of strategies and splits of one outline, by costs of layers (tables)
+mixing      plans with several strategies or uneven stages
 ends        plans by layer, and layers that share a parameter
 ranking     limits of a search, and its best plans so far
 best        search over all outlines, by their bounds

@@ -16,11 +16,11 @@ from vitpar.planner.search.bounds import BYTES, EACH, TIMES, LayerSums
 from vitpar.planner.search.loads import Array, Indices
 from vitpar.planner.search.tables import LayerTable
 
-BINS = 24
+BINS = 96
 """Labels of a token layout that are kept at most, by their bytes."""
 CLOSE = 1.01
 """Ratio of a cap that holds to one that does not, at which bisection stops."""
-SIMPLER = 1e-4
+SIMPLER = 1e-5
 """Relative seconds that a change of strategy within a stage counts."""
 
 

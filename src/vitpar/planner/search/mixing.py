@@ -129,9 +129,26 @@ class Mixer:
                 table.scale[one] = max(table.scale[one], factor[plan])
         if not alone:
             return []
+        if len(every) > 1:
+            for section, chosen in zip(every, self._section_fronts(table), strict=True):
+                table.scale[sorted(chosen - section)] = factors.max()
+                section |= chosen
         table.columns = np.array(sorted(set().union(*every)), dtype=np.int64)
         mixed = tuple(np.array(sorted(section), dtype=np.int64) for section in every)
         return [mixed, *alone[: ALONE if outline.pipeline.pipeline_degree > 1 else 0]]
+
+    def _section_fronts(self, table: LayerTable) -> Iterator[set[int]]:
+        """Yield the columns of each section that no other one is below in the seconds and bytes of this section."""
+        loads, m = table.choices.loads, table.outline.microbatches
+        seconds = m * (loads.computes + loads.waits + loads.sent_each) + loads.once + loads.waits_once + loads.sent_once
+        for section, columns in zip(self._sections.sections, table.choices.fronts, strict=True):
+            rows = [self._sections.kinds.index(kind) for kind in section.kinds]
+            counts = self._sections.counts[rows]
+            each = (seconds, loads.kept + loads.gathered, loads.gradients, loads.saved)
+            costs = np.stack([counts @ cost[rows][:, columns] for cost in each])
+            front = undominated(costs, np.zeros_like(columns))
+            orders = (front[np.argsort(by[front], kind="stable")][:COLUMNS] for by in (costs[0], costs[1:].sum(0)))
+            yield {column for order in orders for column in columns[order].tolist()}
 
     def improve_best(self, least: float) -> None:
         """Change the best plans, unless they are close to a lower bound on the seconds per image.
@@ -178,6 +195,11 @@ class Mixer:
                 moved = tuple(n - (stage == source) + (stage == target) for stage, n in enumerate(sizes))
                 yield replace(plan, split=split_of(moved))
         sections = [self._sections.sections[number] for number in (0, *self._sections.of_block, -1)]
+        for one, other in permutations(dict.fromkeys(strategies.values()), 2):
+            places = zip(strategies.items(), sections, strict=True)
+            if all(section.fits(other) for (_, present), section in places if present == one):
+                layers = {name: other if present == one else present for name, present in strategies.items()}
+                yield with_layers(plan, layers)
         for place, pair in enumerate(pairwise(names)):
             if strategies[pair[0]] != strategies[pair[1]]:
                 for changed, other in ((0, 1), (1, 0)):

@@ -5,11 +5,11 @@
 | pipeline       | every degree that divides the ranks, outermost; every schedule; 1 or `virtual_stages` per rank     |
 | stages         | any number of blocks each; with several stages per rank, even                                      |
 | micro-batches  | every number that divides the batch                                                                |
-| blocks         | at most two strategies per stage, one after the other; with several stages per rank, one for all   |
-| several kinds  | at most two strategies for the blocks of a stage that are in one section (`sections`); with several|
-| of blocks      | stages per rank, one strategy where it fits and its dp or fsdp counterpart in the other sections   |
-| embed, head    | the strategy of the neighbouring block; for the best plans, others too (`ends`)                    |
-| layers that    | the strategy that one of them would have by the rows above; for the best plans, others too         |
+| blocks         | any mix of strategies (`mixing`); with several stages per rank, one for all                        |
+| several kinds  | with several stages per rank, one strategy where it fits and its dp or fsdp counterpart in the     |
+| of blocks      | other sections (`sections`)                                                                        |
+| embed, head    | any strategy; with several stages per rank, that of the blocks, and for the best plans others      |
+| layers that    | the strategy that one of them would have by the rows above                                         |
 | share          |                                                                                                    |
 | strategy       | dp, fsdp, tp of any degrees and order; every tensor mode, +sp, +zero1, +zero2; every checkpoint    |
 |                | policy; +offload if fsdp shards and there is no dp                                                 |

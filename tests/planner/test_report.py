@@ -58,7 +58,7 @@ def test_profile_spread_propagates_to_the_step() -> None:
     links = tuple(spread(link, 0.5) for link in plain.hardware.links)
     slow = LayerCosts(CONFIG, plain.hardware.model_copy(update={"links": links}), costs.model)
     sends, quiet = (uncertainty(priced("tp2xdp4", each), each) for each in (slow, costs))
-    assert sends is not None and quiet is not None and sends["share"] > 1.2 * quiet["share"]
+    assert sends is not None and quiet is not None and sends["share"] > 1.1 * quiet["share"]
 
 
 def test_estimates_carry_the_band_of_their_runs() -> None:

@@ -32,7 +32,6 @@ from vitpar.training.build import TrainingComponents, build
 from vitpar.training.optim.norms import global_norm, multiply_
 from vitpar.training.optim.one_pass import OnePassAdamW
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.teacher import Teacher
 from vitpar.weights.folder import open_weights
 
 LEARNING_RATE = 0.05
@@ -131,7 +130,8 @@ def check_plan(
     samples = draw_samples(recipe, config, task, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
     trained = build(recipe, config, plan, device, task)
-    weights = open_weights(trained.teacher.folder) if isinstance(trained.teacher, Teacher) else None
+    folder = None if trained.teacher is None else trained.teacher.folder
+    weights = None if folder is None else open_weights(folder)
     mine = _under_plan(trained, task, samples, scale)
 
     reference: list[Trace] = []  # one run without noise, then runs with noise of different seeds

@@ -28,6 +28,7 @@ from vitpar.strategy.support import refuse_clashes
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.distill import Distill
 from vitpar.tasks.task import StepInput
+from vitpar.tasks.teacher import Teacher
 from vitpar.text import divisors, shown
 from vitpar.training.saving.resume import weights_folder
 from vitpar.weights.classes import read_class_names
@@ -167,8 +168,8 @@ def _plan(recipe: Recipe, teacher: ModelConfig, student: Plan) -> Plan:
     return plan
 
 
-class Teacher:
-    """The teacher on one rank. All ranks make it together, and call it together.
+class FrozenTeacher(Teacher):
+    """Teacher with weights of its own, which do not change.
 
     execution: of the student.
     """

@@ -28,7 +28,7 @@ from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.recipe import read_recipe
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.tasks import LabelSet, task_of
 from vitpar.tasks.classify import Classify
 from vitpar.tasks.image_input import ImageInput

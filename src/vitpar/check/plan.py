@@ -21,7 +21,8 @@ from vitpar.parallel import ParallelModel
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.effects import OF_CLASSES, OF_IMAGES
 from vitpar.recipe.machine import replace_auto_precision
-from vitpar.recipe.sections import CLASSIFY, TEXT, LossScaleSection, OptimizerSection
+from vitpar.recipe.sections.input import CLASSIFY, TEXT
+from vitpar.recipe.sections.training import LossScaleSection, OptimizerSection
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of

@@ -17,7 +17,7 @@ from vitpar.parallel.float8 import refuse_small
 from vitpar.parallel.parallelize import parallelize_checked
 from vitpar.recipe import Recipe
 from vitpar.recipe.file import read_section
-from vitpar.recipe.sections import CLASSIFY, DataSection, TaskSection
+from vitpar.recipe.sections.input import CLASSIFY, DataSection, TaskSection
 from vitpar.recipe.teacher_plan import teacher_plan
 from vitpar.strategy import Plan, batch_arithmetic, validate
 from vitpar.strategy.batch import smallest_microbatch

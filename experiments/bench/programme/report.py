@@ -189,8 +189,6 @@ def _trainings(runs: Runs) -> Iterator[str]:
                 [f"{row['step']:,}", f"{row['seconds']:.0f}", *(f"{row[name]:.4g}" for name in names)] for row in rows
             ]
             yield from table(("step", "seconds", *names), cells)
-    if probed := _found(runs, "probe").get("neighbours"):
-        yield f"masked, nearest neighbours (predicted: {runs['probe']['prediction']}): {probed[0]['top1']:.1%}"
 
 
 def _small(runs: Runs) -> Iterator[str]:

@@ -209,7 +209,7 @@ def test_evaluations_of_a_training_are_reported(tmp_path: Path) -> None:
         {"kind": "train", "step": 1, "images_per_second": 34_000.0, "time": "2026-11-26T10:00:01+00:00"},
         {"kind": "eval", "step": 1, "samples": 8, "loss": 2.25, "top1": 0.5, "time": "2026-11-26T10:00:05+00:00"},
     ]
-    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"kind": "tr')  # a line that is being written
+    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"kind": "train", "norms": {"embed": 0.5}')  # not complete
     run = {"job": "with labels", "call": 0, "prediction": "top-1", "ended": "ended", "found": evaluations(path)}
     text = report({"calls": [CALL], "runs": [run]})
     assert "with labels (predicted: top-1): 34,000 images/s at the end" in text

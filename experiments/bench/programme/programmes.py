@@ -132,7 +132,7 @@ def train(name: str, limit: float, prediction: str, recipe: str, *words: str) ->
 
 
 def lite(name: str, epochs: int, limit: float, prediction: str, *words: str) -> Job:
-    """Return a training of a ViT-Lite-7/4 with labels, whose augmentation runs on the device."""
+    """Return a training of a ViT-Lite-7/4 with labels, augmented on the device; 97 steps are an epoch of 50,000."""
     rate = ("--batch-size", "512", "--set", "optimizer.lr=1e-3", "--set", "train.eval_every=10 epochs")
     return train(name, limit, prediction, "cifar10_vit_lite", *rate, "--steps", str(97 * epochs), *words)
 

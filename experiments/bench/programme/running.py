@@ -151,15 +151,15 @@ def evaluations(path: Path) -> dict[str, Any] | None:
     """Return the evaluations of a training so far with its newest samples/s, from its metrics."""
     if not path.exists():
         return None
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    begun = next((datetime.fromisoformat(row["time"]) for row in rows), None)
-    steps = [row for row in rows if row["kind"] == "train"]
-    found = [
-        row | {"seconds": (datetime.fromisoformat(row["time"]) - begun).total_seconds()}
-        for row in rows
-        if begun is not None and row["kind"] == "eval"
-    ]
-    return {"evaluations": found, "images_per_second": steps[-1]["images_per_second"] if steps else None}
+    rows = []
+    for line in path.read_text().splitlines():
+        with suppress(ValueError):  # the last line may be incomplete
+            rows.append(json.loads(line))
+    times = [datetime.fromisoformat(row["time"]) for row in rows]
+    passed = [(at - times[0]).total_seconds() for at in times]
+    found = [row | {"seconds": since} for row, since in zip(rows, passed, strict=True) if row["kind"] == "eval"]
+    rates = [row["images_per_second"] for row in rows if row["kind"] == "train"]
+    return {"evaluations": found, "images_per_second": rates[-1] if rates else None}
 
 
 def outcomes(path: Path) -> dict[str, Any] | None:

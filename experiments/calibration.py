@@ -1,6 +1,6 @@
 """Compare the planner's predictions from cluster data sheets with measured training runs.
 
-    python experiments/calibration.py        # the page experiments/results/calibration_2026-11-27.md
+    python experiments/calibration.py        # the page experiments/results/calibration_2026-11-30.md
 
 Takes seconds and needs no GPU. The runs are in bench/published_runs.toml, with sources. Constants are fitted to runs of
 PyTorch, in which vitpar is written:
@@ -10,6 +10,7 @@ PyTorch, in which vitpar is written:
 | rate of RTX 3090, passes of eager blocks and of unfused attention | on an RTX 3090            |
 | rate of A100                                                      | on A100                   |
 | loss by tensor parallelism                                        | with tp, on other cards   |
+| host seconds of a layer                                           | of vitpar, held back by the host |
 
 Every run is predicted by constants that are fitted without it. These errors make `vitpar.planner.profile.bands`.
 """
@@ -33,7 +34,7 @@ from vitpar.io import read_toml
 from vitpar.models import ViTConfig, model_config
 from vitpar.planner.cost.layer import LayerCosts, tensor_name
 from vitpar.planner.cost.price import price
-from vitpar.planner.profile.bands import BANDS, VITPAR, Band
+from vitpar.planner.profile.bands import BANDS, OTHERS, VITPAR, Band
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import FITTED, Fitted, estimate_model
 from vitpar.strategy import parse, validate
@@ -59,7 +60,10 @@ REMARKS = """
   steps of 1 to 4. They are not fitted again here.
 - The eager run of ViT-5-S has RMSNorm, rotary positions and norms of queries and keys in many small kernels, which are
   not priced. So has Llama, which gains more by compiling than predicted.
-- Without any run: fp8, fp32, Swin, pipelines, +zero1 and +zero2, L40S, B200, RTX 4090.
+- Steps of small models take as long as the host needs to launch their layers: one constant, fitted to three runs.
+- The time of scaling for fp8 is fitted to the ratio of the run in fp8 to the one in bf16, so its error is that of bf16.
+- Attention with a bias, as in T5, has the rate of the kernel that takes one, measured alone.
+- Without any run: fp32, Swin, pipelines, +zero1 and +zero2, L40S, B200, RTX 4090.
 - Tensor parallelism is fitted to tp2 and tp4 of Llama on H200. The ratios of JAX, on A100, are a check.
 """
 """Section of the page on what the tables do not say."""
@@ -77,11 +81,12 @@ class Constants(NamedTuple):
     unfused: float = UNFUSED
     eager: float = FITTED.eager
     tensor: float = FITTED.tensor
+    host: float = FITTED.host
 
 
 RATES = {"rtx3090": "RTX3090", "a100": "A100"}
 """Constants that are rates of products, with the card's data sheet. Times are linear in their inverse."""
-GROUPS = {"RTX3090": ("rtx3090", "unfused", "eager"), "A100": ("a100",), "tp": ("tensor",)}
+GROUPS = {"RTX3090": ("rtx3090", "unfused", "eager"), "A100": ("a100",), "tp": ("tensor",), "host": ("host",)}
 """Constants that are fitted together, by group of runs."""
 
 
@@ -108,6 +113,8 @@ class Run:
     def group(self) -> str | None:
         """Return the group of `GROUPS` that it belongs to; None if nothing is fitted to it."""
         card = self.row["cluster"].rpartition("x")[2]
+        if self.row.get("host"):
+            return "host"
         if self.row["stack"] != "PyTorch" or not self.counts:
             return None
         return card if card in GROUPS else "tp" if "tp" in self.row["plan"] else None
@@ -170,7 +177,7 @@ def predict(row: dict[str, Any], constants: Constants) -> tuple[float, float]:
         kernels = {"attention": computed / (computed + moved), "attention_tile": 16}
     hardware = hardware.model_copy(update={"kernels": hardware.kernels.model_copy(update=kernels)})
     plan = replace(parse(row["plan"]), microbatches=row.get("microbatches", 1))
-    chosen, ours = validate(plan, config, row["batch"]), row["stack"] == "vitpar"
+    chosen, ours = validate(plan, config, row["batch"]), row["stack"].startswith("vitpar")
     profile = estimate_model(
         config,
         row.get("precision", "bf16"),
@@ -180,7 +187,7 @@ def predict(row: dict[str, Any], constants: Constants) -> tuple[float, float]:
         # Other libraries update in several passes, and their blocks move the usual bytes.
         one_pass=None if ours else False,
         vitpar_blocks=ours,
-        fitted=Fitted(constants.eager, constants.tensor),
+        fitted=Fitted(constants.eager, constants.tensor, constants.host),
     )
     costs = LayerCosts(config, hardware, profile)
     found = price(chosen, costs, row["batch"])
@@ -380,6 +387,7 @@ def list_of_sources(compared: Sequence[Compared]) -> Iterator[str]:
 
 SHOWN: dict[Kind, Band] = {
     ("vitpar", True, False): VITPAR,
+    ("vitpar, others", True, False): OTHERS,
     **{(ANY if several else "PyTorch", compiled, several): one for (compiled, several), one in BANDS.items()},
 }
 """Bands of predictions, by the kind of runs that they rest on."""

@@ -10,7 +10,7 @@ The machine with the GPU needs no git, no network and no installation of vitpar:
 gpu-bundle, Python 3.12 with torch 2.11, Triton 3.6 and the packages that `bundle` lists. On a machine of your own with
 vitpar installed, `run` alone suffices.
 
-A program is stopped at its time limit; the limits of a call add up to at most 10 minutes, those of a programme to 14.
+A program is stopped at its time limit; the limits of a call add up to at most 10 minutes, those of a programme to 20.
 Measurements are kept in OUT/results.json as they are made. Exit code 1: a program failed or was stopped.
 """
 

@@ -29,7 +29,7 @@ from vitpar.launch import find_world
 from vitpar.launch.world import Device
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.recipe import Chosen
-from vitpar.recipe.sections import AUTO
+from vitpar.recipe.sections.running import AUTO
 from vitpar.strategy import SCHEDULES, parse
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.terminal import complain

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from vitpar.tasks.image_data import ImageSet
     from vitpar.training.evaluate import Evaluation, Predictions
-    from vitpar.training.prediction_file import PredictionFile
+    from vitpar.training.parquet_file import ParquetFile
 
 
 @o.shared(asked=o.recipe("assignments", "batch_size", "precision", "own_model", "own_task"))
@@ -112,7 +112,7 @@ def _evaluate(
 
     from vitpar.tasks.inputs import build_input
     from vitpar.training.evaluate import evaluate
-    from vitpar.training.prediction_file import PredictionFile
+    from vitpar.training.parquet_file import prediction_file
 
     model, warning = planned.built(device, sets)
     task, reports = planned.task(), dist.get_rank() == 0
@@ -122,7 +122,7 @@ def _evaluate(
         if predictions is not None and reports:
             about = {"model": planned.config.name, "weights": str(planned.folder), "split": split}
             like = task.predict(task.trial()[0])
-            file = stack.enter_context(PredictionFile(predictions, like, about))
+            file = stack.enter_context(prediction_file(predictions, like, about))
         show = stack.enter_context(progress_bar("evaluating")) if reports else lambda done, total: None
         for name, images in sets.items():
             add = None if predictions is None else _adding(file, name, images)
@@ -139,7 +139,7 @@ def _progress(show: Callable[[int, int], None], total: int, done: int) -> None:
     show(done, total)
 
 
-def _adding(file: "PredictionFile | None", data: str, images: "ImageSet") -> "Callable[[Predictions], None]":
+def _adding(file: "ParquetFile | None", data: str, images: "ImageSet") -> "Callable[[Predictions], None]":
     """Return a function that appends predictions for images of the data set `data` to a file, on the rank that has it.
 
     Other ranks take part in the evaluation in the same way, so they get a function too.
@@ -148,7 +148,8 @@ def _adding(file: "PredictionFile | None", data: str, images: "ImageSet") -> "Ca
 
     def add(predictions: "Predictions") -> None:
         assert file is not None and not isinstance(images, StreamSet)
-        file.add(data, [images.name(sample) for sample in predictions.samples.tolist()], predictions)
+        keys = [images.name(sample) for sample in predictions.samples.tolist()]
+        file.add([data] * len(keys), predictions.samples, keys, predictions.labels, *predictions.values.values())
 
     return add
 

@@ -51,8 +51,8 @@ def features(
     refuse_unwritable(out)
     files = ImageFiles(expand_images(images)) if images else None
     saved = saved_model(checkpoint, asked, doing="an extraction of features", fetch=local_weights).encoder()
-    from vitpar.training.feature_file import FeatureFile
     from vitpar.training.inference import classifiers, feature_width, outputs
+    from vitpar.training.parquet_file import feature_file
 
     given_images = files or open_split(saved.recipe, split)
     assert isinstance(given_images, ShardSet | ImageFiles), "--data replaces a stream"
@@ -64,7 +64,7 @@ def features(
     written = 0
     at_once = min(len(source), batch_size or AT_ONCE)
     with (
-        FeatureFile(out, width, about) as file,
+        feature_file(out, width, about) as file,
         saved.on_device(at_once, device) as (built, inputs),
         progress_bar("features") as progress,
     ):

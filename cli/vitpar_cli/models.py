@@ -75,7 +75,7 @@ def models(
 def _show_one(config: "ModelConfig", as_json: bool) -> None:
     """Print the size of a model, its kinds of layers, and its options."""
     from vitpar.models.catalog import common_tp, entry, kinds, options
-    from vitpar.recipe.sections import ModelSection
+    from vitpar.recipe.sections.input import ModelSection
 
     size, layers, tp = entry(config), kinds(config), common_tp(config)
     keys = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vitpar.models.lora import LoRA
 from vitpar.recipe import Recipe
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.text import count
 from vitpar.training.events import RunHeader

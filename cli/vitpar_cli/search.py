@@ -13,7 +13,7 @@ import typer
 from vitpar.errors import PlannerError
 from vitpar.limits import MAX_BATCH_SIZE, MAX_IMAGE_SIZE
 from vitpar.recipe.request import RecipeRequest
-from vitpar.recipe.sections import ParallelSection
+from vitpar.recipe.sections.running import ParallelSection
 from vitpar.terminal import complain
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_undrawable, refuse_unwritable, write

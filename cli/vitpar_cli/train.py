@@ -13,7 +13,7 @@ import typer
 from vitpar.launch import find_world
 from vitpar.launch.stop_request import stop_at_once
 from vitpar.recipe.request import RecipeRequest
-from vitpar.recipe.sections import TEXT
+from vitpar.recipe.sections.input import TEXT
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
 from vitpar_cli.outputs import local_weights

@@ -15,7 +15,7 @@ from helpers.ranks import RankPool
 from helpers.small_data import CLASSES
 from helpers.trained import recipe_of
 from vitpar.bench import Settings, bench
-from vitpar.bench.feeds import Loaded, Synthetic
+from vitpar.bench.feeds import Feed
 from vitpar.bench.limits import matmul_rates, measure_limits, rank_flops, update_bytes
 from vitpar.bench.run import STEADY, StepRunner
 from vitpar.parallel.phases import untimed
@@ -128,7 +128,7 @@ def test_pipeline_of_two_stages_is_measured_alike_on_both_ranks(
 
 def gradients_have_a_limit(device: torch.device, recipe: Recipe) -> tuple[list[str], float, int]:
     trained = trained_parts(device, recipe)
-    with StepRunner(trained).open(Synthetic(build_input(trained.recipe, trained.model, trained.task))):
+    with StepRunner(trained).open(Feed(build_input(trained.recipe, trained.model, trained.task))):
         limits = measure_limits(trained)
     sent = sum(size for _, size in trained.model.gradient_messages)
     held = sum(4 * local(p).numel() for _, p in trained.model.named_parameters())
@@ -153,7 +153,7 @@ def test_benchmark_steps_change_no_parameter(alone: None, data: Path) -> None:
     recipe = recipe_of(data, "dp1")
     trained = trained_parts(CPU, recipe)
     before = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
-    StepRunner(trained).run(Loaded(build_input(recipe, trained.model, trained.task), open_split(recipe, "train")), 2)
+    StepRunner(trained).run(Feed(build_input(recipe, trained.model, trained.task), open_split(recipe, "train")), 2)
     assert all(torch.equal(p, before[name]) for name, p in trained.model.named_parameters())
     assert trained.optimizer.state(), "but there were updates"
 
@@ -163,7 +163,7 @@ def test_reopened_feed_continues_where_it_stopped(alone: None, data: Path) -> No
     recipe = recipe_of(data, "dp1")
     trained = trained_parts(CPU, recipe)
     whole, parts = (
-        Loaded(build_input(recipe, trained.model, trained.task), open_split(recipe, "train")) for _ in range(2)
+        Feed(build_input(recipe, trained.model, trained.task), open_split(recipe, "train")) for _ in range(2)
     )
     with whole.opened() as take:
         expected = [take(untimed)[2].tolist() for _ in range(4)]
@@ -177,7 +177,7 @@ def test_reopened_feed_continues_where_it_stopped(alone: None, data: Path) -> No
 def test_warmup_ends_when_steps_are_steady(alone: None, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = iter([5.0, 3.0, 1.0, 0.99, 1.2, 0.98, 0.5])
     trained = trained_parts(CPU, recipe_of(data, "dp1"))
-    runner, feed = StepRunner(trained), Synthetic(build_input(trained.recipe, trained.model, trained.task))
+    runner, feed = StepRunner(trained), Feed(build_input(trained.recipe, trained.model, trained.task))
     monkeypatch.setattr(runner, "step", lambda take: None)
     monkeypatch.setattr(runner, "most", lambda seconds: next(taken))
 

@@ -15,7 +15,7 @@ from helpers.foreign_weights import TIMM_CONFIG, WIDTH, saved, timm_state
 from helpers.paths import ROOT
 from helpers.small_data import VAL, damage, pack_small
 from vitpar.data.shards.shard_set import ShardSet
-from vitpar.training.feature_file import FeatureFile
+from vitpar.training.parquet_file import feature_file
 from vitpar.weights.importing import import_weights
 
 
@@ -55,9 +55,9 @@ def test_features_of_a_data_set_and_of_files_are_read_back(place: Path, vitpar: 
 
 
 def test_file_appears_complete_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitpar.training.feature_file.GROUP_BYTES", 3 * 4 * 2)
+    monkeypatch.setattr("vitpar.training.parquet_file.GROUP_BYTES", 80)
     numbers = torch.arange(20.0).view(10, 2)
-    with FeatureFile(tmp_path / "f.parquet", 2, {}) as file:
+    with feature_file(tmp_path / "f.parquet", 2, {}) as file:
         for row in range(0, 10, 2):
             file.add([f"{row}", "\udcff"], [row, None], numbers[row : row + 2])
             assert not (tmp_path / "f.parquet").exists()

@@ -8,12 +8,13 @@ import io
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import simplejpeg
 import torch
 from PIL import Image
-from sklearn.datasets import load_sample_images
 
+from bench.photographs import photograph
 from vitpar.data import device_decoding as decoding
 from vitpar.data.images import opened
 from vitpar.data.loader import TrainLoader
@@ -24,7 +25,7 @@ from vitpar.data.transforms.policies import parse_policy
 from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import DataError, RecipeError
 
-PHOTO = load_sample_images().images[0]
+PHOTO = np.asarray(Image.open(io.BytesIO(photograph(np.random.default_rng(0)))))
 ROTATED = Image.Exif()
 ROTATED[0x0112] = 6
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

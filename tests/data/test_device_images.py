@@ -1,5 +1,6 @@
 """Images held on a device: batches of tensors have the pixels of the host's transform of one image, bit by bit."""
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from sklearn.datasets import load_sample_images
 from torch import Tensor
 
+from bench.photographs import photograph
 from helpers.policy_operations import by_pillow, changed, drawn
 from helpers.small_data import damage, pack_small
 from vitpar.data.cache import SharedPixels, decode_into, refuse_unequal, stored_shape
@@ -31,10 +32,11 @@ def pictures() -> NDArray[np.uint8]:
     """Return 288 images: parts of photographs, noise, dark noise, gradients, and single colours."""
     draw = np.random.default_rng(0)
     parts = []
-    for photograph in load_sample_images().images:
+    for _ in range(2):
+        photo = np.asarray(Image.open(BytesIO(photograph(draw))))
         for _ in range(64):
             top, left = draw.integers(0, 300, 2)
-            parts.append(photograph[top : top + SIDE, left : left + SIDE])
+            parts.append(photo[top : top + SIDE, left : left + SIDE])
     noise = draw.integers(0, 256, (64, SIDE, SIDE, 3), dtype=np.uint8)
     ramp = (np.arange(SIDE)[:, None, None] * draw.integers(-9, 10, (32, 1, 1, 3)) + 128).astype(np.uint8)
     ramps = np.broadcast_to(ramp, (32, SIDE, SIDE, 3))

@@ -18,7 +18,7 @@ from vitpar.data.shards.pack import pack
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
-from vitpar.errors import DataError, RecipeError
+from vitpar.errors import DataError
 from vitpar.models import IGNORED
 
 TRAIN, EVAL = TrainTransform(8), EvalTransform(8)
@@ -270,17 +270,3 @@ def test_decoding_thread_starts_no_threads():
     """
     done = subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True)
     assert done.stdout == "1\n", done.stderr
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"batch_size": 0}, DataError, "the batch size is 0: use 1 or more"),
-        ({"batch_size": 4, "workers": -1}, RecipeError, "workers is -1"),
-        ({"batch_size": 4, "bad_sample": "ignore"}, RecipeError, "bad_sample is 'ignore': use fail or skip"),
-    ],
-)
-def test_invalid_loader_settings_are_refused(train, val, settings, error, message):
-    for loader, shards, transform in ((TrainLoader, train, TRAIN), (EvalLoader, val, EVAL)):
-        with pytest.raises(error, match=message):
-            loader(shards, transform, **settings)

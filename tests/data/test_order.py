@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitpar.data.randomness import SampleOrder, sample_keys, shuffled
-from vitpar.errors import RecipeError
 
 
 @st.composite
@@ -88,10 +87,3 @@ def test_distant_positions_need_no_table_of_all_samples():
     order = SampleOrder(0, 14_000_000)
     epochs, samples, _ = order.batch(10**15, 8)
     assert epochs.tolist() == [10**15 // 14_000_000] * 8 and len(set(samples.tolist())) == 8
-
-
-def test_invalid_order_settings_are_refused():
-    with pytest.raises(RecipeError, match="repeats is 0"):
-        SampleOrder(0, 10, repeats=0)
-    with pytest.raises(RecipeError, match="window 10 is not a multiple of the shuffle block 3"):
-        SampleOrder(0, 10, block=3, window=10)

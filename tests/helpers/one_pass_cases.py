@@ -12,7 +12,7 @@ from vitpar import Execution, model_config, parallelize, parse, validate
 from vitpar.kernels.adamw import CHUNK, adamw_
 from vitpar.launch import ALONE, join, leave
 from vitpar.parallel import ParallelModel
-from vitpar.recipe.sections import LossScaleSection, OptimizerSection
+from vitpar.recipe.sections.training import LossScaleSection, OptimizerSection
 from vitpar.sharded import local
 from vitpar.strategy.freezing import listed_parameters
 from vitpar.training.optim import one_pass

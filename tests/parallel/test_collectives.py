@@ -11,7 +11,7 @@ from helpers.collectives import Events, Sent
 from helpers.ranks import RankPool
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.parallel import Communication
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.training.optim.norms import clip_, global_norm
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.step import TrainStep

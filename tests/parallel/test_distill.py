@@ -23,7 +23,7 @@ from vitpar.models import IGNORED
 from vitpar.models.layers import LayeredModel
 from vitpar.planner.cost.teacher import PlannedTeacher
 from vitpar.recipe import Recipe
-from vitpar.recipe.sections import DistillSection
+from vitpar.recipe.sections.training import DistillSection
 from vitpar.sharded import local
 from vitpar.tasks import task_of
 from vitpar.tasks.distill import Distill

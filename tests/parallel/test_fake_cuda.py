@@ -97,7 +97,7 @@ def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     command = [sys.executable, "-c", PROGRAM, str(library)]
     chosen = {str(item.callspec.params["case"]) for item in request.session.items if item.path == Path(__file__)}
     cases = json.dumps([asdict(case) for case in (*CASES, *FAULTY) if str(case) in chosen])
-    done = subprocess.run(command, env={**os.environ, **ours}, input=cases, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, env={**os.environ, **ours}, input=cases, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -17,7 +17,7 @@ from helpers.ranks import RankPool
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
 from vitpar.models.loss import CrossEntropy
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.training.optim.average import EMA
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.step import TrainStep

@@ -27,7 +27,7 @@ from helpers.ranks import TIMEOUT, RankError, in_forks
 from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.models.initial import copy_whole_
 from vitpar.parallel.pipeline import build_schedule, pipeline_stage
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.sharded import box_of, local
 from vitpar.strategy import Plan, stages_of_rank
 from vitpar.training.optim.optimizer import ShardedOptimizer

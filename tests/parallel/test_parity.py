@@ -14,7 +14,7 @@ from helpers.ranks import RankPool
 from vitpar import Execution, parallelize
 from vitpar.check import CheckResult
 from vitpar.models.config import ModelConfig
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.tasks.mae import MAE
 from vitpar.training.optim.optimizer import ShardedOptimizer
 

@@ -13,7 +13,7 @@ from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import parse, validate
 
 CONFIG = model_config("vit_small_patch16_224")
-COMPUTING = "devices that compute twice as fast"
+COMPUTING = "devices and hosts that compute twice as fast"
 
 
 def costs(cluster: str) -> LayerCosts:

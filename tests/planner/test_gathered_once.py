@@ -56,7 +56,7 @@ def found(memory: float | str, *roles: str) -> tuple[Price, list[int]]:
     """Return the best plan of ViT-L under a budget, and its numbers of blocks under +zero1 and under fsdp."""
     result = vitpar.search(
         "vit_large_patch16_224",
-        **{"cluster": "8xH100", "batch_size": 64, "precision": "bf16", "microbatches": 1, "memory": memory},
+        **{"cluster": "8xL40S", "batch_size": 256, "precision": "bf16", "microbatches": 1, "memory": memory},
         roles=roles or ("dp", "fsdp"),
         without=("zero2", "ckpt", "ckpt.selective", "offload"),
     )
@@ -66,9 +66,9 @@ def found(memory: float | str, *roles: str) -> tuple[Price, list[int]]:
 
 
 def test_search_takes_zero1_for_as_many_blocks_as_memory_allows() -> None:
-    fastest, blocks = found("80GB")
+    fastest, blocks = found("44GB")
     assert blocks == [24, 0]
-    smallest, blocks = found("80GB", "fsdp")
+    smallest, blocks = found("44GB", "fsdp")
     assert blocks == [0, 24] and smallest.seconds > fastest.seconds
     most, least = fastest.memory_bytes, smallest.memory_bytes
     plans = [found(least + share * (most - least)) for share in (1, 0.75, 0.5, 0.25, 0)]

@@ -11,7 +11,7 @@ from vitpar.errors import DeviceMemoryError, UserError
 from vitpar.planner.measure import device as device_file
 from vitpar.planner.out_of_memory import estimate_memory, explain_memory, is_out_of_memory, memory_of, memory_warning
 from vitpar.recipe import Recipe
-from vitpar.recipe.sections import DataSection
+from vitpar.recipe.sections.input import DataSection
 from vitpar_cli.profiled import MachineOptions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -16,7 +16,7 @@ from vitpar.planner.measure import clock as clocks
 from vitpar.planner.measure.clock import PACES, Clock, CoreUse, CpuSpeedProbe, Neighbours, others_share
 from vitpar.planner.measure.steps import TURNS, Measured, PlanRunner, PlanSteps
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.estimate import estimate_model, tensors
+from vitpar.planner.profile.estimate import FITTED, estimate_model, tensors
 from vitpar.planner.profile.profiles import Hardware
 from vitpar.planner.report.accuracy import accuracy, measured_before, measured_row, time_error
 from vitpar.strategy import parse, validate
@@ -27,7 +27,8 @@ HARDWARE = find_cluster("4xA100").hardware()
 
 def priced(mesh: str, hardware: Hardware) -> Price:
     """Return the price of a plan for 32 images by a model's profile of pace 1."""
-    model = estimate_model(CONFIG, "fp32", HARDWARE, tensors(CONFIG, 4)).model_copy(update={"pace": 1.0})
+    model = estimate_model(CONFIG, "fp32", HARDWARE, tensors(CONFIG, 4), fitted=FITTED._replace(host=0.0))
+    model = model.model_copy(update={"pace": 1.0})
     return price(validate(parse(mesh), CONFIG, 32), LayerCosts(CONFIG, hardware, model), 32)
 
 

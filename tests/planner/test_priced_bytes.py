@@ -22,7 +22,7 @@ from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.strategy import Strategy
 from vitpar.strategy.freezing import listed_parameters
 from vitpar.training.optim.norms import global_norm

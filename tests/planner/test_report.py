@@ -55,7 +55,7 @@ def test_profile_spread_propagates_to_the_step() -> None:
     expected = (0.1 * parts["forward"] + 0.2 * parts["backward"]) / sum(parts.values())
     found = uncertainty(step, costs)
     assert found is not None and found["share"] == pytest.approx(expected) and found["of"] == "timings"
-    links = tuple(spread(link, 0.5) for link in plain.hardware.links)
+    links = tuple(spread(link, 1.0) for link in plain.hardware.links)
     slow = LayerCosts(CONFIG, plain.hardware.model_copy(update={"links": links}), costs.model)
     sends, quiet = (uncertainty(priced("tp2xdp4", each), each) for each in (slow, costs))
     assert sends is not None and quiet is not None and sends["share"] > 1.2 * quiet["share"]

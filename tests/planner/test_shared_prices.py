@@ -10,9 +10,12 @@ from helpers.plans import ZBV
 from helpers.shared_models import Relative, Tied
 from vitpar import parse, validate
 from vitpar.models import model_config
+from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import sharing_group
 from vitpar.planner.cost.price import price
 from vitpar.planner.describe import summarize
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.estimate import FITTED, estimate_model, tensors
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
 from vitpar.planner.sources import estimated_costs
@@ -68,7 +71,10 @@ def test_search_mixes_strategies_where_embed_and_head_share_a_matrix(
 
     words: fastest uniform plan that fits
     """
-    costs = estimated_costs(model_config(model), "8xA100", "bf16")
+    config, hardware = model_config(model), find_cluster("8xA100").hardware()
+    fitted = FITTED._replace(host=0.0)  # so few images would wait for the host
+    profile = estimate_model(config, "bf16", hardware, tensors(config, 8), compiled=True, fitted=fitted)
+    costs = LayerCosts(config, hardware, profile)
     flags: dict[str, Any] = {"roles": ("dp", "fsdp", "tp"), "flags": ("zero1", "zero2")}
     space = Space(costs.config, 8, (BATCH,), precision="bf16", compiled=True, **flags)
     best = Search(space, costs).best(gigabytes * 1e9).plans[0]

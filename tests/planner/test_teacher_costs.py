@@ -11,7 +11,7 @@ from vitpar.planner.cost.price import Price, price
 from vitpar.planner.cost.teacher import PlannedTeacher
 from vitpar.planner.report.timeline import timeline
 from vitpar.planner.sources import estimated_costs
-from vitpar.recipe.sections import DistillSection
+from vitpar.recipe.sections.training import DistillSection
 
 BATCH = 256
 SMALL, LARGE = (model_config(f"vit_{size}_patch16_224") for size in ("small", "large"))

@@ -216,7 +216,7 @@ def test_learning_rate_is_scaled_from_a_reference_batch() -> None:
 @pytest.mark.parametrize("path", [DEFAULT_RECIPE, *EXPERIMENTS], ids=lambda path: path.name)
 def test_shipped_recipes_are_valid_and_read_back(path: Path, tmp_path: Path) -> None:
     recipe = read_recipe(path)
-    config = recipe.config(10)
+    config = recipe.config(4096)
     assert recipe.plan(config).world_size >= 1
     assert 0 <= recipe.learning_rate(1_281_167).warmup_steps < recipe.total_steps(1_281_167)
     # A smaller crop_pct would enlarge small images and crop their edges.

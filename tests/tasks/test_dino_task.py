@@ -108,6 +108,11 @@ def by_formulas(device: torch.device, options: dict[str, Any], sizes: dict[str, 
     if (center := teacher.center) is not None:
         center = center.normal_().clone()
     pixels, sides = drawn.inputs.double(), dict(drawn.sides)
+    pair = torch.randn(2, len(pixels), 3, config.image_size, config.image_size, dtype=torch.float64)
+    apart = [teacher.features([images]) for images in pair]
+    assert (both := teacher.features([*pair])) is not None
+    assert all(one is not None and (both[:, k] - one[:, k]).norm() <= 1e-12 for k, one in enumerate(apart))
+    assert apart[0] is not None and torch.equal(apart[0][:, 0], apart[0][:, 1]) and not both[:, 0].equal(both[:, 1])
     targets = teacher.targets(StepInput(pixels, pixels[:0], drawn.keys, sides))
     part = model.forward_backward(pixels, targets, drawn.keys, **sides)
     plain = [LayeredModel(c).double() for c in (config, config.of_teacher)]

@@ -28,13 +28,13 @@ from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel import Execution, ParallelModel, parallelize
 from vitpar.recipe import read_recipe
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.tasks import LabelSet, task_of
 from vitpar.tasks.classify import Classify
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.evaluate import Evaluation, Predictions, evaluate
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.prediction_file import PredictionFile
+from vitpar.training.parquet_file import ParquetFile, prediction_file
 
 # 17 images make two full batches and one image, so the second of two ranks sees only padding.
 BATCH = 8
@@ -238,12 +238,18 @@ def found_for(samples: list[int], top: int = 5) -> Predictions:
     return Predictions(numbers, numbers % CLASSES, values)
 
 
+def add(file: ParquetFile, data: str, samples: list[int], top: int = 5) -> None:
+    """Append predictions for some images of a data set."""
+    found, keys = found_for(samples, top), [f"{data}/{i}" for i in samples]
+    file.add([data] * len(keys), found.samples, keys, found.labels, *found.values.values())
+
+
 def test_file_is_read_back_in_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitpar.training.prediction_file.GROUP_ROWS", 4)
+    monkeypatch.setattr("vitpar.training.parquet_file.GROUP_BYTES", 600)
     path = tmp_path / "p.parquet"
-    with PredictionFile(path, found_for([0]).values, {"model": "mine"}) as file:
+    with prediction_file(path, found_for([0]).values, {"model": "mine"}) as file:
         for name, samples in (("one", [0, 1, 2]), ("one", [3, 4]), ("two\udcff", [0])):
-            file.add(name, [f"{name}/{i}" for i in samples], found_for(samples))
+            add(file, name, samples)
             assert not path.exists()
     read = parquet.ParquetFile(path)
     assert [read.metadata.row_group(i).num_rows for i in range(read.num_row_groups)] == [5, 1]
@@ -262,10 +268,10 @@ def test_file_is_read_back_in_row_groups(tmp_path: Path, monkeypatch: pytest.Mon
 def test_interrupted_file_leaves_nothing_and_keeps_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "p.parquet"
     path.write_text("old")
-    with pytest.raises(RuntimeError), PredictionFile(path, found_for([0], top=2).values, {}) as file:
-        file.add("one", ["a"], found_for([0], top=2))
+    with pytest.raises(RuntimeError), prediction_file(path, found_for([0], top=2).values, {}) as file:
+        add(file, "one", [0], top=2)
         raise RuntimeError
     assert path.read_text() == "old" and [one.name for one in tmp_path.iterdir()] == ["p.parquet"]
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"pip install -e '\.\[parquet\]'"):
-        PredictionFile(tmp_path / "p.parquet", 5, {})
+        prediction_file(tmp_path / "p.parquet", {}, {})

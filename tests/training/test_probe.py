@@ -16,7 +16,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
 from vitpar.errors import DataError
-from vitpar.training.feature_file import FeatureFile
+from vitpar.training.parquet_file import feature_file
 from vitpar.training.probe import Features, LinearProbe, nearest_neighbours, read_features, train_classifiers
 
 CPU, CLASSES, WIDTH = torch.device("cpu"), 4, 6
@@ -125,7 +125,7 @@ def test_other_files_are_refused(make: Callable[[Path], None], words: str, tmp_p
 
 
 def test_features_are_read_as_they_were_written(tmp_path: Path) -> None:
-    with FeatureFile(tmp_path / "f.parquet", WIDTH, {"weights": "there"}) as file:
+    with feature_file(tmp_path / "f.parquet", WIDTH, {"weights": "there"}) as file:
         file.add(["a"] * 240, TRAIN.labels.tolist(), TRAIN.embeddings)
     found = read_features(tmp_path / "f.parquet")
     assert torch.equal(found.embeddings, TRAIN.embeddings) and torch.equal(found.labels, TRAIN.labels)

@@ -15,7 +15,7 @@ from vitpar.errors import DataError
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.recipe import Recipe, read_recipe
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.training.optim.average import EMA
 from vitpar.training.optim.optimizer import ShardedOptimizer, decays
 from vitpar.weights.folder import CONFIG, INDEX, RECIPE, load_weights, open_weights, save_weights

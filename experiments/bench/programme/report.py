@@ -13,6 +13,8 @@ from vitpar.planner.profile.cluster import Cluster, find_cluster
 
 Runs = dict[str, dict[str, Any]]
 """Runs by the name of their job."""
+_NOT_MEASURED = ("step", "seconds", "samples")
+"""Fields of an evaluation that are no metrics."""
 
 
 def report(results: dict[str, Any]) -> str:
@@ -176,16 +178,17 @@ def _peers(runs: Runs) -> Iterator[str]:
             yield from (f"- left out: {name}, {why}" for name, why in case.get("left_out", {}).items())
 
 
-def _cifar(runs: Runs) -> Iterator[str]:
-    found = _found(runs, "cifar10")
-    if rows := found.get("rows"):
-        yield f"Predicted: {runs['cifar10']['prediction']}. Measured: {found['images_per_second']:,.0f} images/s.\n"
-        cells = [
-            [f"{row['epoch']:.1f}", f"{row['seconds']:.0f}", f"{row['loss']:.3f}"]
-            + [f"{100 * row[key]:.2f} %" for key in ("top1", "top1_average")]
-            for row in rows
-        ]
-        yield from table(("epoch", "seconds", "training loss", "top-1", "top-1 of the average"), cells)
+def _trainings(runs: Runs) -> Iterator[str]:
+    """Yield the evaluations of each training on CIFAR-10."""
+    for job, run in runs.items():
+        found = run["found"] or {}
+        if rows := found.get("evaluations"):
+            yield f"{job} (predicted: {run['prediction']}): {found['images_per_second']:,.0f} images/s at the end\n"
+            names = [name for name, value in rows[0].items() if name not in _NOT_MEASURED and isinstance(value, float)]
+            cells = [
+                [f"{row['step']:,}", f"{row['seconds']:.0f}", *(f"{row[name]:.4g}" for name in names)] for row in rows
+            ]
+            yield from table(("step", "seconds", *names), cells)
 
 
 def _small(runs: Runs) -> Iterator[str]:
@@ -219,7 +222,7 @@ SECTIONS = {
     "Comparisons": _turns,
     "Other loops": _peers,
     "Small images": _small,
-    "CIFAR-10": _cifar,
+    "CIFAR-10": _trainings,
     "Plans": _validated,
     "Not measured": _errors,
 }

@@ -26,7 +26,11 @@ class Results:
 
     def file(self, job: Job) -> Path:
         """Return the file that a job writes its measurements to."""
-        return self.folder / f"{re.sub('[^a-z0-9]+', '-', job.name.lower()).strip('-')}.json"
+        return self.folder / f"{_slug(job)}.json"
+
+    def run(self, job: Job) -> Path:
+        """Return the folder of a job that is a training."""
+        return self.folder / _slug(job)
 
     def keeper(self, job: Job) -> Callable[[dict[str, Any]], None]:
         """Add a run of `job` and return a function that updates its state and writes the file."""
@@ -42,6 +46,10 @@ class Results:
 
     def _write(self) -> None:
         write_json(self._path, self._all)
+
+
+def _slug(job: Job) -> str:
+    return re.sub("[^a-z0-9]+", "-", job.name.lower()).strip("-")
 
 
 def merged(folders: list[Path]) -> dict[str, Any]:

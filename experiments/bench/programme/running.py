@@ -13,13 +13,14 @@ import xml.etree.ElementTree as xml
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from bench.gpu_state import sample
 from bench.header import without_folders
 from bench.json_file import read_json
-from bench.programme.programmes import DATA, MINUTES, RESULT, ROOT, SECONDS, WORK, Job
+from bench.programme.programmes import DATA, MINUTES, RESULT, ROOT, RUN, WORK, Job
 from bench.programme.results import Results
 
 POLL_S = 0.3
@@ -38,13 +39,13 @@ class Running:
 
     def __init__(self, job: Job, results: Results, data: Path, limit: float, rehearsal: bool) -> None:
         self.job = job
-        self._result = results.file(job)
+        self._result = results.file(job) if job.reads != "run" else results.run(job) / "metrics.jsonl"
         self._result.unlink(missing_ok=True)
         self._lines: list[str] = []
         self._begun, self._limit = time.monotonic(), limit
         self.ended, self._seconds = "running", 0.0
-        given = {RESULT: self._result, DATA: data, MINUTES: f"{(limit - GRACE_S) / 60:.2f}"}
-        given |= {SECONDS: f"{limit - GRACE_S:.0f}"}
+        given = {RESULT: results.file(job), DATA: data, MINUTES: f"{(limit - GRACE_S) / 60:.2f}"}
+        given |= {RUN: results.run(job)}
         words = [str(given.get(word, word)).replace(WORK, str(results.folder)) for word in job.command]
         self._process = subprocess.Popen(
             [sys.executable, *words, *(job.rehearsal if rehearsal else ())],
@@ -86,7 +87,7 @@ class Running:
 
     def state(self, gpu: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the measurements so far. gpu: samples of the GPU meanwhile."""
-        readers = {"file": read_json, "junit": outcomes}
+        readers = {"file": read_json, "junit": outcomes, "run": evaluations}
         read = readers.get(self.job.reads)
         lines = list(self._lines)
         failed = self.ended not in ("ended", "running")
@@ -144,6 +145,21 @@ def last_json(lines: list[str]) -> Any:
             with suppress(ValueError):
                 return json.loads(line)
     return None
+
+
+def evaluations(path: Path) -> dict[str, Any] | None:
+    """Return the evaluations of a training so far with its newest samples/s, from its metrics."""
+    if not path.exists():
+        return None
+    rows = []
+    for line in path.read_text().splitlines():
+        with suppress(ValueError):  # the last line may be incomplete
+            rows.append(json.loads(line))
+    times = [datetime.fromisoformat(row["time"]) for row in rows]
+    passed = [(at - times[0]).total_seconds() for at in times]
+    found = [row | {"seconds": since} for row, since in zip(rows, passed, strict=True) if row["kind"] == "eval"]
+    rates = [row["images_per_second"] for row in rows if row["kind"] == "train"]
+    return {"evaluations": found, "images_per_second": rates[-1] if rates else None}
 
 
 def outcomes(path: Path) -> dict[str, Any] | None:

@@ -1,10 +1,9 @@
-"""Sources of batches for measured steps: a recipe's data, or random images."""
+"""Sources of batches for measured steps: a recipe's data, or one random batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import Protocol
 
 from vitpar.parallel.phases import Phase
 from vitpar.tasks.image_data import ImageSet
@@ -15,45 +14,31 @@ Take = Callable[[Phase], StepInput]
 """Function that returns the next batch; it runs its work in phases."""
 
 
-class Feed(Protocol):
-    """Endless source of batches, while it is open."""
+class Feed:
+    """Endless source of batches, while it is open.
 
-    settling: int
-    """Number of batches to take before the source delivers at its steady rate."""
+    images: read, decoded and augmented by threads, copied to the device, normalised and mixed, as in a training. Each
+    time the feed is opened, it continues where it stopped, with empty queues. None: one random batch that stays on the
+    device.
 
-    @contextmanager
-    def opened(self) -> Iterator[Take]:
-        """Yield the function that returns batches. Both are collective."""
-
-
-class Synthetic:
-    """Synthetic input: one random batch that stays on the device."""
-
-    settling = 1
-
-    def __init__(self, source: Input) -> None:
-        self._given = source.synthetic()
-
-    @contextmanager
-    def opened(self) -> Iterator[Take]:
-        yield lambda phase: self._given
-
-
-class Loaded:
-    """Input as in a training: read, decoded and augmented by threads, copied to the device, normalised and mixed.
-
-    Each time it is opened, it continues where it stopped, with empty queues. Collective.
+    Collective.
     """
 
-    # Prefetched batches would make the first steps look fast. A loader's queues hold two, a stream's two more.
-    settling = 4
-
-    def __init__(self, source: Input, images: ImageSet) -> None:
+    def __init__(self, source: Input, images: ImageSet | None = None) -> None:
         self._images, self._input, self._samples = images, source, 0
-        self._input.cache(images)
+        # Prefetched batches would make the first steps look fast. A loader's queues hold two, a stream's two more.
+        self.settling = 1 if images is None else 4
+        """Number of batches to take before the source delivers at its steady rate."""
+        if images is not None:
+            source.cache(images)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
+        """Yield the function that returns batches."""
+        if self._images is None:
+            given = self._input.synthetic()
+            yield lambda phase: given
+            return
         with closing(iter(self._input.train_batches(self._images, start=self._samples))) as batches:
 
             def take(phase: Phase) -> StepInput:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitpar.bench.feeds import Feed, Loaded, Synthetic, Take
+from vitpar.bench.feeds import Feed, Take
 from vitpar.bench.kernels import record
 from vitpar.bench.limits import PhaseLimits, measure_limits
 from vitpar.launch.world_group import all_gather_json
@@ -89,12 +89,12 @@ def bench(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # the choice of attention allocated memory for its trials
     source = trained.input()
-    feed: Feed = Synthetic(source) if images is None else Loaded(source, images)
+    feed = Feed(source, images)
     runner = StepRunner(trained)
     warm_up = runner.warm_up(feed, settings.warm_up, report)
     start = {part: runner.most(took) for part, took in start.items()} | {"first_step": warm_up["first"]}
     memory = int(runner.most(memory_bytes(device)))
-    synthetic = feed if images is None else Synthetic(source)
+    synthetic = Feed(source)
     seconds: list[float] = []
     without: list[float] = []
     phased: list[Phased] = []

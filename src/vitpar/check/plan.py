@@ -21,7 +21,8 @@ from vitpar.parallel import ParallelModel
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.effects import OF_CLASSES, OF_IMAGES
 from vitpar.recipe.machine import replace_auto_precision
-from vitpar.recipe.sections import CLASSIFY, TEXT, LossScaleSection, OptimizerSection
+from vitpar.recipe.sections.input import CLASSIFY, TEXT
+from vitpar.recipe.sections.training import LossScaleSection, OptimizerSection
 from vitpar.sharded import local, sharded_as
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
@@ -32,7 +33,6 @@ from vitpar.training.build import TrainingComponents, build
 from vitpar.training.optim.norms import global_norm, multiply_
 from vitpar.training.optim.one_pass import OnePassAdamW
 from vitpar.training.optim.optimizer import ShardedOptimizer
-from vitpar.training.teacher import Teacher
 from vitpar.weights.folder import open_weights
 
 LEARNING_RATE = 0.05
@@ -131,7 +131,8 @@ def check_plan(
     samples = draw_samples(recipe, config, task, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
     trained = build(recipe, config, plan, device, task)
-    weights = open_weights(trained.teacher.folder) if isinstance(trained.teacher, Teacher) else None
+    folder = None if trained.teacher is None else trained.teacher.folder
+    weights = None if folder is None else open_weights(folder)
     mine = _under_plan(trained, task, samples, scale)
 
     reference: list[Trace] = []  # one run without noise, then runs with noise of different seeds

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitpar.models.config import ModelConfig
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 
 
 def _rms(x: Tensor) -> float:

@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
 
 from vitpar.checkpoint.atomic import remove
 from vitpar.checkpoint.index import INDEX, STATE, Index, damage, first_line, read_index
@@ -47,14 +46,6 @@ class BestEvaluation(BaseModel):
     """Metric by which it is the best."""
     value: float
     """Value of that metric."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_former_versions(cls, said: Any) -> Any:
-        """Read what version 0.1 wrote: the top-1 accuracy."""
-        if isinstance(said, dict) and "top1" in said:
-            return {"step": said.get("step"), "metric": "top1", "value": said["top1"]}
-        return said
 
 
 class Facts(BaseModel):

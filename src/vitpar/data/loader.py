@@ -26,12 +26,12 @@ from vitpar.data.batches import Batch, BatchJob, Encoded, Skipped, Transform, Vi
 from vitpar.data.cache import CachedSet
 from vitpar.data.device_decoding import DeviceDecoder
 from vitpar.data.images import BadImage, BadSample, EncodedImage, opened
-from vitpar.data.places import places_in_turn, refuse_settings, shuffled_places
+from vitpar.data.places import places_in_turn, shuffled_places
 from vitpar.data.randomness import Draws, SampleOrder, hash_numbers
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
-from vitpar.errors import DataError, RecipeError
+from vitpar.errors import DataError
 from vitpar.models import IGNORED
 from vitpar.threads import compute_alone, in_threads
 
@@ -95,8 +95,6 @@ class Loader:
     start: global samples seen before the first batch; every `iter()` begins there again.
 
     The attribute `skipped` counts the bad samples and shards skipped so far.
-
-    Raises DataError for a batch size below 1, and RecipeError for another invalid setting.
     """
 
     whole = True
@@ -111,9 +109,6 @@ class Loader:
     ) -> None:
         self.batch_size, rows = settings["batch_size"], settings.get("rows")
         self.workers, self.bad_sample = settings.get("workers", 2), settings.get("bad_sample", "fail")
-        refuse_settings(self.batch_size, self.workers)
-        if self.bad_sample not in ("fail", "skip"):
-            raise RecipeError(f"bad_sample is '{self.bad_sample}': use fail or skip")
         self.rows = np.arange(self.batch_size) if rows is None else np.asarray(rows, dtype=np.int64)
         assert ((self.rows >= 0) & (self.rows < self.batch_size)).all(), f"rows {rows} are not all within a batch"
         self.start, self.skipped = start, Skipped()

@@ -10,18 +10,9 @@ from numpy.typing import NDArray
 
 from vitpar.data.randomness import SampleOrder, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
-from vitpar.errors import DataError, RecipeError
 from vitpar.models.config import IGNORED
 
 Numbers = NDArray[np.int64]
-
-
-def refuse_settings(batch_size: int, workers: int) -> None:
-    """Raise DataError for a batch size below 1, and RecipeError for a negative number of threads."""
-    if batch_size < 1:
-        raise DataError(f"the batch size is {batch_size}: use 1 or more")
-    if workers < 0:
-        raise RecipeError(f"workers is {workers}: use 0 to work in the main thread, or a positive number")
 
 
 def shuffled_places(

@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.errors import RecipeError
-
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
@@ -173,8 +171,6 @@ class SampleOrder:
 
     With a `window`, reads are nearly sequential, as hard disks and network mounts need. The samples of a batch are then
     sorted by where they are stored, so that a rank's part of a batch is stored close together.
-
-    Raises RecipeError for `repeats` below 1 and for a window that is not a multiple of `block`.
     """
 
     seed: int
@@ -189,16 +185,7 @@ class SampleOrder:
     block: int = 0
     """Samples in a run that is stored contiguously. The places where runs begin change from epoch to epoch."""
     window: int = 0
-    """Samples that are shuffled with each other, from several runs; 0 shuffles the complete data set."""
-
-    def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise RecipeError(f"repeats is {self.repeats}: use 1 or more")
-        if self.window and (self.block < 1 or self.window % self.block):
-            raise RecipeError(
-                f"the shuffle window {self.window} is not a multiple of the shuffle block {self.block}: make it a "
-                "multiple"
-            )
+    """Samples that are shuffled with each other, a multiple of `block`; 0 shuffles the complete data set."""
 
     def batch(self, start: int, size: int) -> tuple[Samples, Samples, Samples]:
         """Return (epochs, samples, repeats) of the positions `start` … `start + size - 1`, each int64 [size].

@@ -17,7 +17,7 @@ from vitpar.models.config import ModelConfig, field_names
 from vitpar.recipe.effects import OF_CLASSES, STREAM_CANNOT, idle_settings
 from vitpar.recipe.file import checked, read_recipe
 from vitpar.recipe.recipe import Recipe
-from vitpar.recipe.sections import CLASSIFY
+from vitpar.recipe.sections.input import CLASSIFY
 from vitpar.strategy import validate
 
 MAX_WARMUP = 0.1

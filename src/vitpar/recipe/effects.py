@@ -81,7 +81,11 @@ NEEDS: tuple[Need, ...] = (
         "an lr_schedule.shape other than constant",
         lambda recipe: recipe.lr_schedule.shape.strip() != "constant",
     ),
-    Need(_keys(lr_schedule="warmup_lr after_warmup"), "lr_schedule.warmup", lambda recipe: recipe.has_warmup),
+    Need(
+        _keys(lr_schedule="warmup_lr after_warmup"),
+        "lr_schedule.warmup",
+        lambda recipe: bool(recipe.lr_schedule.warmup and recipe.lr_schedule.warmup.number),
+    ),
     Need(_keys(train="ema_warmup ema_decay_end"), "train.ema_decay", lambda recipe: recipe.train.ema_decay is not None),
     Need(("train.clip_by_part",), "train.clip_grad_norm", lambda recipe: recipe.train.clip_grad_norm > 0),
     Need(("train.activation_memory_budget",), "train.compile", lambda recipe: recipe.train.compile is not False),

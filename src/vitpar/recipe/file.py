@@ -21,7 +21,8 @@ from vitpar.models.families import FAMILIES
 from vitpar.recipe.effects import OF_CLASSES, OF_IMAGES
 from vitpar.recipe.other_names import ABSENT, OTHER_NAMES
 from vitpar.recipe.recipe import Recipe
-from vitpar.recipe.sections import CLASSIFY, TEXT, Section
+from vitpar.recipe.sections.base import Section
+from vitpar.recipe.sections.input import CLASSIFY, TEXT
 from vitpar.text import literal, nearest, shown
 
 S = TypeVar("S", bound=Section)

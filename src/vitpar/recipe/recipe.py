@@ -24,25 +24,22 @@ from vitpar.models.lora import LoRA, adapted
 from vitpar.recipe.effects import STREAM_CANNOT, idle_settings
 from vitpar.recipe.rates.schedule import LRSchedule
 from vitpar.recipe.rates.shapes import RunLengths, parse_shape
-from vitpar.recipe.sections import (
+from vitpar.recipe.sections.base import Section
+from vitpar.recipe.sections.input import CLASSIFY, AugmentSection, DataSection, ModelSection, StreamSection, TaskSection
+from vitpar.recipe.sections.running import (
     AUTO,
-    CLASSIFY,
-    AugmentSection,
     CheckpointSection,
     CommunicationSection,
-    DataSection,
-    DistillSection,
     FaultsSection,
+    ParallelSection,
+    TrackSection,
+)
+from vitpar.recipe.sections.training import (
+    DistillSection,
     LoraSection,
     LossScaleSection,
     LRScheduleSection,
-    ModelSection,
     OptimizerSection,
-    ParallelSection,
-    Section,
-    StreamSection,
-    TaskSection,
-    TrackSection,
     TrainSection,
 )
 from vitpar.strategy import Plan, parse, validate
@@ -283,11 +280,6 @@ class Recipe(Section):
                 f"'{shown(mesh)}' is a complete plan: leave out the other settings of [parallel], or change the file"
             )
         return [read_plan(Path(mesh)), *map(parse, fallbacks)]
-
-    @property
-    def has_warmup(self) -> bool:
-        """Whether the learning rate has a warm-up."""
-        return bool(self.lr_schedule.warmup and self.lr_schedule.warmup.number)
 
     @property
     def lr(self) -> float:

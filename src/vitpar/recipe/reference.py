@@ -9,7 +9,6 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen
-from pydantic.fields import FieldInfo
 
 from vitpar.errors import RecipeError
 from vitpar.intervals import Interval
@@ -38,7 +37,8 @@ def settings() -> Iterator[Setting]:
     for section, field in Recipe.model_fields.items():
         for name, setting in field.annotation.model_fields.items():  # type: ignore[union-attr]
             effect = " ".join((setting.description or "").split())
-            yield Setting(f"{section}.{name}", _kind(setting), _toml(setting.default), effect)
+            kind = _type(setting.annotation) + _range(setting.metadata)
+            yield Setting(f"{section}.{name}", kind, _toml(setting.default), effect)
 
 
 def find(key: str) -> list[Setting]:
@@ -72,11 +72,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, float) and 0 < value < 1e-3:
         return f"{value:g}"
     return json.dumps(list(value) if isinstance(value, tuple) else value)
-
-
-def _kind(field: FieldInfo) -> str:
-    """Return the type in words: `integer from 1 to 128`, `"cls" or "avg"`."""
-    return _type(field.annotation) + _range(field.metadata)
 
 
 _NAMES = {Interval: "interval", str: "string", int: "integer", float: "number", bool: "true or false"}

@@ -20,7 +20,8 @@ from vitpar.recipe.defaults import (
 from vitpar.recipe.effects import COMMANDS
 from vitpar.recipe.file import DEFAULT_RECIPE, read_recipe, refuse_unknown_key
 from vitpar.recipe.recipe import Recipe
-from vitpar.recipe.sections import AUTO, CLASSIFY, TEXT
+from vitpar.recipe.sections.input import CLASSIFY, TEXT
+from vitpar.recipe.sections.running import AUTO
 from vitpar.recipe.trackers import refuse_missing
 from vitpar.strategy import parse
 from vitpar.text import either, shown

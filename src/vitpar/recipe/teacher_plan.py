@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vitpar.errors import StrategyError
-from vitpar.recipe.sections import DistillSection
+from vitpar.recipe.sections.training import DistillSection
 from vitpar.strategy import Plan, parse
 from vitpar.text import shown
 

@@ -92,7 +92,7 @@ BOARD_STYLE = """
 .runs th button { all: unset; cursor: pointer; } .runs th button:focus-visible { outline: 2px solid var(--accent); }
 .runs th[aria-sort=ascending] button::after { content: " ▲"; }
 .runs th[aria-sort=descending] button::after { content: " ▼"; }
-.runs td, .runs td code { white-space: nowrap; } .runs td:has(code) { min-width: 0; padding-left: 1rem; }
+.runs td, .runs td code { white-space: nowrap; } .runs td:has(code) { min-width: 0; }
 .runs > button { margin-top: .6rem; font: inherit; padding: .2rem .8rem; }
 """
 """Rules of style of the first page, besides those of reports."""

@@ -269,7 +269,7 @@ def is_locked(path: Path) -> bool:
 def recipe_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
     """Return the settings in which the recipes of runs differ, by dotted key, with the value of each run."""
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
-    settings = {key: [_setting(run.recipe.get(key)) for run in runs] for key in keys}
+    settings = {key: [shown(run.recipe.get(key, "not set")) for run in runs] for key in keys}
     return {key: values for key, values in settings.items() if len(set(values)) > 1}
 
 
@@ -280,7 +280,3 @@ def seed_groups(runs: Sequence[RunRecord]) -> list[list[int]]:
         others = sorted((key, str(value)) for key, value in run.recipe.items() if key != SEED)
         groups.setdefault(repr(others) if others else f"{number}", []).append(number)
     return [group for group in groups.values() if len({str(runs[number].recipe.get(SEED)) for number in group}) > 1]
-
-
-def _setting(value: Any) -> str:
-    return "not set" if value is None else shown(value)

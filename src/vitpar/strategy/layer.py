@@ -114,16 +114,12 @@ class Strategy:
             )
         if self.depth is not None and self.depth < 1:
             raise StrategyError(f"+2.5d@{shown(self.depth)} has no depth: use 1 or more")
-        if self.tensor_mode != "1d" and self.degree_or_open("tp") is not None:
+        if self.tensor_mode != "1d" and Axis("tp", None) not in self.axes:
             _ = self.tensor_shape
 
     def has(self, role: Role) -> bool:
         """Return whether the strategy has an axis of `role`, with a degree above 1 or an open one."""
         return any(axis.role == role for axis in self.axes)
-
-    def degree_or_open(self, role: Role) -> int | None:
-        """Return the degree of `role`: 1 without such an axis, None if it is open."""
-        return next((axis.degree for axis in self.axes if axis.role == role), 1)
 
     def degree(self, role: Role) -> int:
         """Return the degree of `role`, 1 without such an axis. Raises StrategyError if it is open."""

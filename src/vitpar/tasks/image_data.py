@@ -154,9 +154,6 @@ def refuse_streamed_targets(recipe: Recipe, task: Task, config: ModelConfig, pla
 
 
 def order_of(recipe: Recipe, samples: int) -> SampleOrder:
-    """Return the order of `samples` training samples.
-
-    Raises RecipeError for a setting out of its range.
-    """
+    """Return the order of `samples` training samples."""
     data, augment = recipe.data, recipe.augment
     return SampleOrder(recipe.train.seed, samples, augment.repeats, data.shuffle_block, data.shuffle_window)

@@ -14,7 +14,7 @@ from vitpar.launch.resources import cpu_cores
 from vitpar.models.config import ModelConfig
 from vitpar.models.dino.config import DINOConfig
 from vitpar.recipe import Recipe
-from vitpar.recipe.sections import TEXT
+from vitpar.recipe.sections.input import TEXT
 from vitpar.tasks.crop_input import crop_transforms
 from vitpar.tasks.dino import DINO
 from vitpar.tasks.image_data import transforms

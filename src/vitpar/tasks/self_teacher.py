@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.launch.world_group import all_reduce_
-from vitpar.models.config import ModelConfig
 from vitpar.models.dino.config import GLOBAL
 from vitpar.models.layers import zero_sides
 from vitpar.parallel import Communication, ParallelModel
@@ -18,6 +18,7 @@ from vitpar.strategy.freezing import parameter_names
 from vitpar.tasks.dino import DINO, dino_of
 from vitpar.tasks.soft_loss import log_sums
 from vitpar.tasks.task import StepInput, Task
+from vitpar.tasks.teacher import Teacher
 
 MOMENTUM = 0.9
 """Momentum of the mean of scores that centring subtracts, as in DINOv2."""
@@ -25,19 +26,23 @@ ROUNDS = 3
 """Rounds of Sinkhorn-Knopp, as in DINOv2."""
 
 
-class SelfTeacher:
-    """The teacher on one rank. All ranks make it together, and call it together.
+def own_teacher(student: ParallelModel, task: Task) -> Teacher | None:
+    """Return the teacher of a task that is the average of the student; None for a task without one. Collective."""
+    return SelfTeacher(student, task) if isinstance(task, DINO) else None
 
-    Its parameters are the average of the student's, which the training keeps (``vitpar.training.optim.average``).
 
-    student: model that is trained. config: of the teacher.
+class SelfTeacher(Teacher):
+    """Teacher whose parameters are the average of the student's, which the training keeps.
+
+    student: model that is trained.
     """
 
-    def __init__(self, student: ParallelModel, config: ModelConfig, task: Task, device: torch.device) -> None:
-        assert isinstance(task, DINO), "the only task with such a teacher"
+    def __init__(self, student: ParallelModel, task: DINO) -> None:
+        device, config = student.device, task.teacher_config(student.config)
         frozen = frozenset(parameter_names(config))
         alone = replace(student.execution, frozen=frozen, communication=Communication())
-        self.model = parallelize_checked(config, student.plan, alone, device)
+        self.at_once, self.width = GLOBAL, dino_of(config).embed_dim
+        self.model = self.average = parallelize_checked(config, student.plan, alone, device)
         self._rows = torch.tensor(self.model.output_rows(self.model.batch_size), dtype=torch.int64, device=device)
         centred = torch.zeros(2, task.prototypes, dtype=self.model.precision.parameters, device=device)
         self.center = centred if task.centering == "centering" else None
@@ -72,22 +77,18 @@ class SelfTeacher:
             self.center.lerp_(means.to(self.center.dtype), 1 - MOMENTUM)
         return torch.cat([classes, patches.masked_fill(~counts[..., None], float("nan"))], dim=1)
 
-    @property
-    def width(self) -> int:
-        """Features of a token."""
-        return dino_of(self.model.config).embed_dim
+    def follow(self, values: Mapping[str, float]) -> None:
+        self.temperature = values["teacher_temp"]
 
-    def features(self, images: Tensor | None) -> Tensor | None:
-        """Return the features of class tokens, [this rank's outputs, width]; None where not ``gives_outputs``.
-
-        images: this rank's images of a batch, [rows, channels, size, size], normalised. Collective.
-        """
+    def features(self, images: Sequence[Tensor | None]) -> Tensor | None:
+        """Return the features of class tokens. Each batch takes the place of one of the global crops."""
         model = self.model
         model.parameters_changed()  # by the average
-        crops = None if images is None else images.flatten(2).repeat(1, 1, GLOBAL)
+        mine = [one.flatten(2) for one in images if one is not None]
+        crops = torch.cat([*mine, *mine[-1:] * (GLOBAL - len(mine))], dim=2) if mine else None
         sides = {name: x.bool() for name, x in zero_sides(model.config, model.batch_size, model.device).items()}
         outputs = model.predict(crops, model.batch_size, masks=sides["masks"])
-        return None if outputs is None else outputs[:, -1, : self.width]
+        return None if outputs is None else outputs[:, -GLOBAL:, : self.width]
 
     def _counts(self, masks: Tensor) -> Tensor:
         """Return which places for masked patches count, bool [rows, places]."""

@@ -29,7 +29,7 @@ from vitpar.models.rows import MadeTensor
 from vitpar.parallel import ParallelModel
 from vitpar.recipe import Recipe
 from vitpar.recipe.file import read_section
-from vitpar.recipe.sections import DataSection
+from vitpar.recipe.sections.input import DataSection
 from vitpar.tasks import Task
 from vitpar.training.hub_weights import local_weights
 from vitpar.training.optim.average import EMA

@@ -25,7 +25,8 @@ from vitpar.tasks import Task, task_of
 from vitpar.tasks.input import Input
 from vitpar.tasks.inputs import build_input
 from vitpar.tasks.probe import refuse_wrong_task
-from vitpar.tasks.self_teacher import SelfTeacher
+from vitpar.tasks.self_teacher import own_teacher
+from vitpar.tasks.teacher import Teacher
 from vitpar.training.agreement import refuse_disagreement
 from vitpar.training.faults.non_finite import NonFinite
 from vitpar.training.optim.average import EMA
@@ -35,7 +36,7 @@ from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.saving.resume import teacher_fingerprint
 from vitpar.training.signals import LayerSignals
 from vitpar.training.step import TrainStep, nothing
-from vitpar.training.teacher import Teacher, teacher_of
+from vitpar.training.teacher import FrozenTeacher, teacher_of
 from vitpar.weights.folder import fingerprint
 
 TRAINING_DATA = "the training data"
@@ -60,7 +61,7 @@ class TrainingComponents:
     """Watch for steps that are not finite."""
     ema: EMA | None
     """Average of the parameters; None if the recipe has none."""
-    teacher: Teacher | SelfTeacher | None
+    teacher: Teacher | None
     """Teacher, which is not trained; None without distillation."""
     warnings: tuple[str, ...]
     """Reasons why steps are slower than they could be."""
@@ -159,11 +160,9 @@ def build(
     compiling = choose_compiling(wanted, plan, train.precision, device)
     executed = execution(recipe, config, plan, compiling.blocks)
     setup = teacher_of(recipe, config, plan, (data or {}).get(TRAINING_DATA))
-    teacher: Teacher | SelfTeacher | None = None if setup is None else Teacher(setup, executed, task, device)
+    frozen = None if setup is None else FrozenTeacher(setup, executed, task, device)
     model = parallelize_checked(config, plan, executed, device, task)
-    own = None
-    if (average := task.teacher_config(config)) is not None:
-        teacher = own = SelfTeacher(model, average, task, device)
+    teacher = frozen or own_teacher(model, task)
     implementation = choose_implementation(recipe.optimizer, train.precision, device)
     optimizer = ShardedOptimizer(
         model.named_parameters(),
@@ -174,7 +173,7 @@ def build(
         implementation=implementation.name,
     )
     scaler = LossScaler(recipe.loss_scale) if model.precision.scales_loss else None
-    holder = None if own is None else own.model
+    holder = None if teacher is None else teacher.average
     ema = EMA(model, train.ema_decay, train.ema_warmup, holder) if train.ema_decay else None
     because = compiling.because and f"blocks are not compiled: {compiling.because}"
     passes = implementation.because and f"AdamW does not run in one pass: {implementation.because}"

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
 
-class DeviceLoad(NamedTuple):
-    """Load of one GPU."""
+def device_load(device: torch.device) -> tuple[float, float] | None:
+    """Return the share of the last second or less in which a kernel ran on `device`, and its power in watts.
 
-    utilization: float
-    """Share of the last second or less in which a kernel ran."""
-    watts: float
-    """Electrical power."""
-
-
-def device_load(device: torch.device) -> DeviceLoad | None:
-    """Return the load of `device`; None for a CPU, and where NVML does not report it. Takes about a millisecond."""
+    None for a CPU, and where NVML does not report it. Takes about a millisecond.
+    """
     if device.type != "cuda" or not _answers(device):
         return None
-    return DeviceLoad(torch.cuda.utilization(device) / 100, torch.cuda.power_draw(device) / 1000)
+    return torch.cuda.utilization(device) / 100, torch.cuda.power_draw(device) / 1000
 
 
 @cache

@@ -48,20 +48,12 @@ class _Step(NamedTuple):
     """Samples seen after it."""
     samples_crc32: int | None
     """CRC-32 of the keys of its samples; None in a stream, where a rank knows only those that it reads."""
-    loss: Tensor
-    """This rank's part of the loss, not read from the device yet."""
-    norm: Tensor
-    """Norm of the gradients, not read from the device yet."""
     lr: float
     """Learning rate."""
     data_seconds: float
     """Seconds that this rank waited for the batch."""
-    extra: dict[str, Any]
-    """Further metrics of the step."""
-    measured: Tensor | None
-    """This rank's part of the sums for the task's metrics, not read from the device yet."""
-    signals: Tensor | None
-    """This rank's part of the sums for groups of layers, not read from the device yet; None at most steps."""
+    done: Stepped
+    """Its result, not read from the device yet."""
 
 
 class Worst(NamedTuple):
@@ -127,21 +119,8 @@ class StepLog:
 
     def add(self, number: int, batch: Batch, lr: float, stepped: Stepped) -> None:
         """Record that update `number` is done, or queued on the device."""
-        self._pending.append(
-            _Step(
-                number,
-                batch.epoch,
-                batch.samples,
-                zlib.crc32(batch.keys.numpy().tobytes()) if getattr(batch, "whole", True) else None,  # text is whole
-                loss=stepped.loss,
-                norm=stepped.norm,
-                lr=lr,
-                data_seconds=self._data_seconds,
-                extra=stepped.extra,
-                measured=stepped.measured,
-                signals=stepped.signals,
-            )
-        )
+        crc = zlib.crc32(batch.keys.numpy().tobytes()) if getattr(batch, "whole", True) else None  # text is whole
+        self._pending.append(_Step(number, batch.epoch, batch.samples, crc, lr, self._data_seconds, stepped))
         if self._model.device.type == "cuda":
             self._step_done = torch.cuda.Event()
             self._step_done.record()
@@ -158,7 +137,7 @@ class StepLog:
         steps, signals, memory, gpus = self._summed()  # waits for the device
         waits = torch.tensor([*mine, *(step.data_seconds for step in self._pending)], device=self._model.device)
         all_reduce_(waits, dist.ReduceOp.MAX)  # the rank that waits longest delays all others
-        norms = torch.stack([step.norm for step in self._pending]).tolist()
+        norms = torch.stack([step.done.norm for step in self._pending]).tolist()
         worst, waited = Worst(*waits[: len(mine)].tolist()), waits[len(mine) :].tolist()
         now = time.perf_counter()
         seconds = (now - self._begun) / len(self._pending)
@@ -184,14 +163,14 @@ class StepLog:
                 "memory_bytes": memory_bytes(self._model.device),
                 **self._means(counted, sums),
                 **gpus,
-                **step.extra,
+                **step.done.extra,
             }
             for step, (loss, counted, *sums), norm, wait in zip(self._pending, steps, norms, waited, strict=True)
         ]
-        logged = [row for row, step in zip(rows, self._pending, strict=True) if step.signals is not None]
+        logged = [row for row, step in zip(rows, self._pending, strict=True) if step.done.signals is not None]
         for row, part in zip(logged, signals, strict=True):
             row |= self._signals.row(part)
-        if self._grown(memory):
+        if not self._memory or any(now > GROWN * before for now, before in zip(memory, self._memory, strict=True)):
             rows[-1]["memory_by_rank"] = self._memory = memory
         self._pending.clear()
         return rows, worst
@@ -202,9 +181,9 @@ class StepLog:
         Returns loss, number of counted samples and sums of metrics of every step; sums of the steps that have signals;
         the peak memory of each rank; and what rows say about GPUs.
         """
-        losses = torch.stack([step.loss for step in self._pending]).double()
+        losses = torch.stack([step.done.loss for step in self._pending]).double()
         steps = torch.cat([losses[:, None], torch.stack([self._sums(step) for step in self._pending])], dim=1)
-        signals = [step.signals for step in self._pending if step.signals is not None]
+        signals = [step.done.signals for step in self._pending if step.done.signals is not None]
         ranks = torch.zeros(dist.get_world_size() + 3, dtype=torch.float64)
         ranks[dist.get_rank()] = memory_bytes(self._model.device)
         if load := device_load(self._model.device):
@@ -218,16 +197,10 @@ class StepLog:
         by_step = steps.view(len(self._pending), -1).tolist()
         return by_step, [part.view(3, -1).tolist() for part in signals], list(map(int, memory)), gpus
 
-    def _grown(self, memory: Sequence[int]) -> bool:
-        """Return whether the peak of a rank has grown since the last row with all peaks. memory: bytes of each rank."""
-        if not self._memory:
-            return True
-        return any(now > GROWN * before for now, before in zip(memory, self._memory, strict=True))
-
     def _sums(self, step: _Step) -> Tensor:
         """Return this rank's number of counted samples, then the sum of each metric."""
-        if step.measured is not None:
-            return step.measured
+        if step.done.measured is not None:
+            return step.done.measured
         return torch.zeros(1 + len(self._metrics), dtype=torch.float64, device=self._model.device)
 
     def _means(self, samples: float, sums: Sequence[float]) -> dict[str, float]:
@@ -250,7 +223,7 @@ class StepLog:
 
     def _flops(self, step: _Step) -> int:
         """Return the FLOPs of training on one sample in a step."""
-        size = int(step.extra.get("image_size", self._config.image_size))
+        size = int(step.done.extra.get("image_size", self._config.image_size))
         if size not in self._flops_of:
             sized = self._config if size == self._config.image_size else self._config.resized(size)
             assert sized is not None, "the run has trained on this size"
@@ -259,7 +232,7 @@ class StepLog:
 
 
 def _shown(number: float, step: _Step) -> float | None:
-    return None if step.extra.get("skipped") and not math.isfinite(number) else number
+    return None if step.done.extra.get("skipped") and not math.isfinite(number) else number
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

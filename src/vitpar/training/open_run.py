@@ -14,7 +14,6 @@ from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.world_group import broadcast_json
 from vitpar.parallel.attention import AttentionChoice
 from vitpar.recipe.rates.schedules import Schedules
-from vitpar.tasks.self_teacher import SelfTeacher
 from vitpar.text import count
 from vitpar.training.begin import begin, begin_adapters
 from vitpar.training.build import TRAINING_DATA, TrainingComponents, build
@@ -77,7 +76,7 @@ class OpenRun:
         self.model, self.optimizer, self.ema = trained.model, trained.optimizer, trained.ema
         self.teacher, self.non_finite, self.input = trained.teacher, trained.non_finite, trained.input()
         self._teacher_fingerprint = teacher_fingerprint(self.recipe)
-        center = self.teacher.center if isinstance(self.teacher, SelfTeacher) else None
+        center = None if self.teacher is None else self.teacher.center
         others = {} if center is None else {"teacher.center": center}
         self.state = TrainingState(self.model, self.optimizer, self.ema, trained.scaler, others)
         self.checks = DebugChecks(self.model, self.state, self.recipe) if self.recipe.faults.debug_checks else None

@@ -1,4 +1,31 @@
-"""Parquet files that are written row group by row group and appear when they are complete."""
+"""Parquet files of features and of predictions, written row group by row group, which appear when they are complete.
+
+`vitpar features` writes a row for each image:
+
+| column    | type                                | content                                             |
+|-----------|-------------------------------------|-----------------------------------------------------|
+| key       | string                              | path of the image, or shard and key of the sample   |
+| label     | int64, null for images without one  | class number                                        |
+| embedding | list of float32 of a fixed length   | input of the model's classifier                     |
+
+`vitpar eval --predictions` writes a row for each image in the order of the data set:
+
+| column | type   | content                                                     |
+|--------|--------|-------------------------------------------------------------|
+| data   | string | data set, as named on the command line                      |
+| index  | int64  | number of the image in the split, from 0                    |
+| key    | string | shard and key of the image                                  |
+| label  | int64  | number of its label; for classification that in the weights |
+
+Then follow the columns of the task (``Task.predict``), numbers or lists of a fixed length. Those of classification:
+
+| column             | type            | content                                            |
+|--------------------|-----------------|----------------------------------------------------|
+| predicted          | int64           | class with the highest probability                 |
+| probability        | float64         | that probability                                   |
+| top5_classes       | list of int64   | the most probable classes, the most probable first |
+| top5_probabilities | list of float64 | their probabilities                                |
+"""
 
 from __future__ import annotations
 
@@ -10,7 +37,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+from torch import Tensor
+
 from vitpar.errors import DataError
+
+GROUP_BYTES = 32 << 20
+"""Bytes of rows, beyond which a row group is written."""
 
 
 def arrow() -> Any:
@@ -32,16 +65,25 @@ class ParquetFile:
     """Writer of a Parquet file, which appears under its name when it is complete. A context manager.
 
     path: name of the file; an existing one is replaced.
-    fields: columns of the file, of pyarrow.
+    like: values of any rows by column, text or [rows] or [rows, k], for the types of the columns.
     about: JSON values that describe the rows, for the file's metadata under the key `vitpar`.
+    nullable: columns that may lack a value.
 
-    Raises DataError if the file cannot be written.
+    Raises DataError if pyarrow is not installed, or if the file cannot be written.
     """
 
-    def __init__(self, path: Path, fields: Sequence[Any], about: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        like: Mapping[str, Tensor | str],
+        about: Mapping[str, Any],
+        nullable: Sequence[str] = (),
+    ) -> None:
         self._arrow, self._path = arrow(), path
-        self._partial = path.with_name(f".{path.name}.{os.getpid()}")
+        fields = [self._arrow.field(name, self._type(values), name in nullable) for name, values in like.items()]
         self._schema = self._arrow.schema(fields, metadata={"vitpar": json.dumps(about)})
+        self._waiting: list[Any] = []
+        self._partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             self._partial.unlink(missing_ok=True)  # left by a killed process
             self._file = self._partial.open("xb")
@@ -57,7 +99,7 @@ class ParquetFile:
     ) -> None:
         try:
             if error_type is None:
-                self.flush()
+                self._flush()
                 self._writer.close()
                 self._file.flush()
                 os.fsync(self._file.fileno())
@@ -71,26 +113,48 @@ class ParquetFile:
             with suppress(OSError):  # already renamed
                 self._partial.unlink()
 
-    def flush(self) -> None:
-        """Write the waiting rows as a row group.
+    def add(self, *columns: Tensor | Sequence[Any]) -> None:
+        """Append rows. columns: values of each column; text that cannot be written as UTF-8 is escaped.
 
         Raises DataError if they cannot be written.
         """
-        columns = self.waiting()
-        if columns is None:
+        arrays = [self._array(*one) for one in zip(columns, self._schema.types, strict=True)]
+        self._waiting.append(self._arrow.Table.from_arrays(arrays, schema=self._schema))
+        if sum(table.nbytes for table in self._waiting) >= GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._waiting:
             return
-        table = self._arrow.Table.from_arrays(columns, schema=self._schema)
+        rows = self._arrow.concat_tables(self._waiting)
+        self._waiting = []
         try:
-            self._writer.write_table(table, row_group_size=len(table))
+            self._writer.write_table(rows, row_group_size=len(rows))
         except OSError as error:
             raise self._refusal(error) from None
 
-    def waiting(self) -> list[Any] | None:
-        """Return the columns of the rows that wait to be written, as arrays of pyarrow, and forget them.
+    def _type(self, values: Tensor | str) -> Any:
+        return self._arrow.string() if isinstance(values, str) else self._array(values, None).type
 
-        None if no row waits.
-        """
-        raise NotImplementedError
+    def _array(self, values: Tensor | Sequence[Any], kind: Any) -> Any:
+        if not isinstance(values, Tensor):
+            return self._arrow.array([utf8(one) if isinstance(one, str) else one for one in values], kind)
+        numbers = values if values.is_floating_point() else values.long()
+        flat = self._arrow.array(numbers.flatten().numpy())
+        return flat if values.ndim == 1 else self._arrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
     def _refusal(self, error: OSError) -> DataError:
         return DataError(f"'{self._path}' cannot be written: {error.strerror or error}")
+
+
+def feature_file(path: Path, width: int, about: Mapping[str, Any]) -> ParquetFile:
+    """Return the writer of `vitpar features`. width: features of an image."""
+    like: dict[str, Tensor | str] = {"key": ""}
+    like |= {"label": torch.zeros(1, dtype=torch.int64), "embedding": torch.zeros(1, width)}
+    return ParquetFile(path, like, about, nullable=("label",))
+
+
+def prediction_file(path: Path, like: Mapping[str, Tensor], about: Mapping[str, Any]) -> ParquetFile:
+    """Return the writer of `vitpar eval --predictions`. like: predictions of any images (``Task.predict``)."""
+    number = torch.zeros(1, dtype=torch.int64)
+    return ParquetFile(path, {"data": "", "index": number, "key": "", "label": number, **like}, about)

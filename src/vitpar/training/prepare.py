@@ -25,12 +25,13 @@ from vitpar.recipe.machine import on_device, refuse_huge_batch
 from vitpar.recipe.rates.schedules import Schedules
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.request import Merged, RecipeRequest
-from vitpar.recipe.sections import AUTO, ModelSection
+from vitpar.recipe.sections.input import ModelSection
+from vitpar.recipe.sections.running import AUTO
 from vitpar.recipe.trackers import refuse_missing
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.data import open_data
-from vitpar.tasks.image_data import ImageSet, check_images, order_of, refuse_streamed_targets
+from vitpar.tasks.image_data import ImageSet, check_images, refuse_streamed_targets
 from vitpar.tasks.known import model_for
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.ranks import choose_plan
@@ -150,7 +151,6 @@ def prepare(
     task.refuse_model(config)
     if task.INPUT == "images":
         check_images(recipe, config.image_size, train_set)
-    order_of(recipe, len(train_set))
     Schedules.of(recipe, len(train_set), config)  # refuses what does not fit the length of the run or the model
     refuse_huge_batch(recipe, config)
     recipe = _with_teacher(recipe, fetch)

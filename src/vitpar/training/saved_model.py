@@ -17,14 +17,9 @@ from vitpar.recipe.file import read_section
 from vitpar.recipe.machine import on_device
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.request import RecipeRequest
-from vitpar.recipe.sections import (
-    CommunicationSection,
-    DataSection,
-    LoraSection,
-    ModelSection,
-    ParallelSection,
-    TaskSection,
-)
+from vitpar.recipe.sections.input import DataSection, ModelSection, TaskSection
+from vitpar.recipe.sections.running import CommunicationSection, ParallelSection
+from vitpar.recipe.sections.training import LoraSection
 from vitpar.tasks import Task, task_of
 from vitpar.terminal import complain
 from vitpar.training.ranks import choose_plan

@@ -16,12 +16,11 @@ from vitpar.training.optim.norms import clip_, clip_factor, shard_norms, total_n
 from vitpar.training.optim.optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
-    from vitpar.tasks.self_teacher import SelfTeacher
+    from vitpar.tasks.teacher import Teacher
     from vitpar.training.faults.non_finite import NonFinite
     from vitpar.training.optim.average import EMA
     from vitpar.training.optim.loss_scale import LossScaler
     from vitpar.training.signals import LayerSignals
-    from vitpar.training.teacher import Teacher
 
 
 COLLECT_EVERY_S = 5.0
@@ -72,7 +71,7 @@ class TrainStep:
         scaler: LossScaler | None = None,
         ema: EMA | None = None,
         non_finite: NonFinite | None = None,
-        teacher: Teacher | SelfTeacher | None = None,
+        teacher: Teacher | None = None,
         signals: LayerSignals | None = None,
         after_gradients: Callable[[int], None] = nothing,
         before_update: Callable[[], None] = nothing,

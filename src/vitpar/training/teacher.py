@@ -17,7 +17,7 @@ from vitpar.parallel.float8 import refuse_small
 from vitpar.parallel.parallelize import parallelize_checked
 from vitpar.recipe import Recipe
 from vitpar.recipe.file import read_section
-from vitpar.recipe.sections import CLASSIFY, DataSection, TaskSection
+from vitpar.recipe.sections.input import CLASSIFY, DataSection, TaskSection
 from vitpar.recipe.teacher_plan import teacher_plan
 from vitpar.strategy import Plan, batch_arithmetic, validate
 from vitpar.strategy.batch import smallest_microbatch
@@ -28,6 +28,7 @@ from vitpar.strategy.support import refuse_clashes
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.distill import Distill
 from vitpar.tasks.task import StepInput
+from vitpar.tasks.teacher import Teacher
 from vitpar.text import divisors, shown
 from vitpar.training.saving.resume import weights_folder
 from vitpar.weights.classes import read_class_names
@@ -167,8 +168,8 @@ def _plan(recipe: Recipe, teacher: ModelConfig, student: Plan) -> Plan:
     return plan
 
 
-class Teacher:
-    """The teacher on one rank. All ranks make it together, and call it together.
+class FrozenTeacher(Teacher):
+    """Teacher with weights of its own, which do not change.
 
     execution: of the student.
     """

@@ -12,7 +12,6 @@ from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
 from vitpar.recipe.machine import large_batch_warning
 from vitpar.tasks.image_data import ImageSet
 from vitpar.tasks.image_input import ImageInput
-from vitpar.tasks.self_teacher import SelfTeacher
 from vitpar.training.due import Agenda, Due
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, WAITING
@@ -106,8 +105,8 @@ class Trainer(OpenRun):
             self.optimizer.set_weight_decay(extra["weight_decay"])
         if "ema_decay" in extra and self.ema:
             self.ema.set_decay(extra["ema_decay"])
-        if "teacher_temp" in extra and isinstance(self.teacher, SelfTeacher):
-            self.teacher.temperature = extra["teacher_temp"]
+        if self.teacher:
+            self.teacher.follow(extra)
         if rates := {name.removeprefix(RATE): value for name, value in extra.items() if name.startswith(RATE)}:
             self.optimizer.set_rates(rates)
         if self.schedules.drop_share:
@@ -145,7 +144,8 @@ class Trainer(OpenRun):
             self.watchdog.beat(EVALUATING, self.done)
             self.reporter.evaluating(done, len(images))
 
-        if isinstance(self.teacher, SelfTeacher):
+        if not self.task.EVALUATES:
+            assert self.teacher is not None, "its features are evaluated"
             assert isinstance(images, ShardSet) and isinstance(self.train_set, ShardSet), "streams are refused"
             assert isinstance(self.input, ImageInput), "the task reads images"
             result = evaluate_neighbours(self.teacher, self.input, self.train_set, images, progress)

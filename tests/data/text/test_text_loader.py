@@ -81,5 +81,3 @@ def test_ids_outside_the_vocabulary_are_refused(folder, monkeypatch):
     with pytest.raises(DataError, match=r"of '.*packed': it has an id outside its vocabulary of"):
         text.read_batch(np.arange(len(text)))
     assert len(text.read_batch(np.empty(0, np.int64))[0]) == 0
-    with pytest.raises(DataError, match="batch size is 0"):
-        TextLoader(text, batch_size=0)

@@ -18,7 +18,7 @@ from vitpar import parse
 from vitpar.errors import RecipeError
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.recipe import Recipe, read_recipe
-from vitpar.recipe.sections import LossScaleSection
+from vitpar.recipe.sections.training import LossScaleSection
 from vitpar.sharded import local
 from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.norms import clip_, global_norm

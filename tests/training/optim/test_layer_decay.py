@@ -14,7 +14,7 @@ from helpers.oracles import timm
 from helpers.plans import TINY_SWIN
 from vitpar import model_config
 from vitpar.models.layers import LayeredModel
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.weights.folder import open_weights
 from vitpar.weights.foreign import FAMILIES

@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers.interpreted import errors_of
 from vitpar.errors import RecipeError
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.training.optim import one_pass
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer

@@ -29,7 +29,7 @@ from helpers.sharded_parameters import (
 )
 from vitpar.models.layers import LayeredModel
 from vitpar.recipe import read_recipe
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.sharded import local
 from vitpar.training.optim.muon import orthogonalise
 from vitpar.training.optim.norms import WholeNorms

@@ -6,9 +6,10 @@ number of batches, because loaders never end.
 """
 
 import math
-import queue
 import threading
+from collections import deque
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
 from typing import TypeVar, Unpack
@@ -94,34 +95,13 @@ def _ahead(items: Generator[T], stopping: threading.Event) -> Generator[T]:
 
     Closing the iterator sets `stopping`, which must end `items`, and joins the thread.
     """
-    ready: queue.Queue[T | BaseException | None] = queue.Queue(_AHEAD)
-
-    def put(item: T | BaseException | None) -> None:
-        while not stopping.is_set():
-            try:
-                return ready.put(item, timeout=0.2)
-            except queue.Full:
-                continue
-
-    def work() -> None:
-        try:
-            with closing(items):
-                for item in items:
-                    put(item)
-                    if stopping.is_set():
-                        return
-            put(None)
-        except BaseException as error:  # raised again in the consumer
-            put(error)
-
-    # A daemon thread, so that a program that never closes its loader can still exit.
-    thread = threading.Thread(target=work, name="vitpar-stream", daemon=True)
-    thread.start()
+    pool = ThreadPoolExecutor(1, "vitpar-stream")
+    ready = deque(pool.submit(next, items, None) for _ in range(_AHEAD))
     try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
+        while (item := ready.popleft().result()) is not None:
+            ready.append(pool.submit(next, items, None))
             yield item
     finally:
         stopping.set()
-        thread.join()
+        pool.shutdown(cancel_futures=True)
+        items.close()

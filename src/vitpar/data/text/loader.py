@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.places import places_in_turn, refuse_settings, shuffled_places
+from vitpar.data.places import places_in_turn, shuffled_places
 from vitpar.data.randomness import SampleOrder, sample_keys
 from vitpar.data.text.text_set import TextSet
 from vitpar.models.config import IGNORED
@@ -61,14 +61,11 @@ class TextLoader:
     batch_size: sequences in the global batch.
     start: global sequences seen before the first batch; every `iter()` begins there again.
     workers: number of reading threads; 0 reads in the calling thread. It changes only the speed.
-
-    Raises DataError for a batch size below 1, and RecipeError for a negative number of threads.
     """
 
     def __init__(
         self, text: TextSet, *, batch_size: int, order: SampleOrder | None = None, start: int = 0, workers: int = 1
     ) -> None:
-        refuse_settings(batch_size, workers)
         self.text, self.batch_size, self.start, self.workers, self._order = text, batch_size, start, workers, order
 
     def __len__(self) -> int:

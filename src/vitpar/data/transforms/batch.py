@@ -130,10 +130,7 @@ def _sent(array: NDArray, beside: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Mix:
-    """Settings of mixup and CutMix. Falsy if both are off.
-
-    Raises RecipeError for a setting out of its range.
-    """
+    """Settings of mixup and CutMix. Falsy if both are off."""
 
     mixup: float = 0.0
     """Alpha of the Beta distribution of mixup's weights; 0 turns mixup off."""
@@ -145,13 +142,6 @@ class Mix:
     """Probability of CutMix in place of mixup if both are on."""
     apart: int = 1
     """Distance between the two rows of a pair, in rows."""
-
-    def __post_init__(self) -> None:
-        if min(self.mixup, self.cutmix) < 0:
-            raise RecipeError(f"mixup {self.mixup} and cutmix {self.cutmix} must not be negative: 0 turns them off")
-        for name in ("probability", "switch"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RecipeError(f"mix {name} {getattr(self, name)} is not a probability: choose from 0 to 1")
 
     def __bool__(self) -> bool:
         return bool(self.mixup or self.cutmix)

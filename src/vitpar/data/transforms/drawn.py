@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +26,6 @@ _ZEROS = np.zeros(_WORD, np.uint8)  # fill the last word of an array
 _PIXELS = {"cpu": 1 << 15, "cuda": 1 << 21}
 """Pixels of images that are changed at once: on a CPU so few that its cache holds all steps of a change, on a GPU so
 many that it is busy, in up to 330 MB."""
-_SUPPORTS = {"bicubic": 2.0, "bilinear": 1.0}
 
 
 class DrawnBatch:
@@ -141,31 +141,15 @@ def _weights(side: int, size: int, kernel: Interpolation, device: torch.device) 
 
 
 def _kernel_weights(pixels: int, size: int, kernel: Interpolation, side: int) -> NDArray[np.float64]:
-    scale = pixels / size
-    stretch = max(scale, 1.0)
-    support = _SUPPORTS[kernel] * stretch
+    unit = torch.eye(pixels, dtype=torch.float64)[:, None, None]
     weights = np.zeros((size, side))
-    for place in range(size):
-        centre = scale * (place + 0.5)
-        first, last = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), pixels)
-        found = np.array([_filter((x - centre + 0.5) * (1 / stretch), kernel) for x in range(first, last)])
-        weights[place, first:last] = found / found.sum()
+    weights[:, :pixels] = F.interpolate(unit, (1, size), mode=kernel, antialias=True)[:, 0, 0].T
     # As many bits after the point as 16-bit integers have room for.
     bits = 0
     while bits < 22 and int(0.5 + weights.max() * (1 << (bits + 1))) < 1 << 15:
         bits += 1
     scaled = weights * (1 << bits)
     return np.trunc(scaled + np.copysign(0.5, scaled)) / (1 << bits)
-
-
-def _filter(x: float, kernel: Interpolation) -> float:
-    """Return the kernel at distance x; Keys' cubic (1981) with a = -0.5 for bicubic."""
-    x = abs(x)
-    if kernel == "bilinear":
-        return max(0.0, 1 - x)
-    if x < 1:
-        return (1.5 * x - 2.5) * x * x + 1
-    return ((-0.5 * x + 2.5) * x - 4) * x + 2 if x < 2 else 0.0
 
 
 _STORED: dict[str, Callable[..., Tensor]] = {

@@ -203,10 +203,7 @@ def _hue_moved(images: Tensor, turns: Tensor) -> Tensor:
     places = torch.tensor([0.0, 2.0, 4.0], device=images.device)[:, None, None]
     away = (sixths[:, None] - places).remainder(6.0)
     share = (2 - torch.minimum(away, 6 - away)).clamp_(0, 1)
-    return _rounded_levels(low[:, None] + share * (high - low)[:, None])
-
-
-def _rounded_levels(levels: Tensor) -> Tensor:
+    levels = low[:, None] + share * (high - low)[:, None]
     return levels.round_().clamp_(0, 255).to(torch.uint8)
 
 

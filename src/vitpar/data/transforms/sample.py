@@ -23,12 +23,11 @@ from torch import Tensor
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms.choices import Work, draw_changes, draw_crops
 from vitpar.data.transforms.drawn import DrawnBatch
-from vitpar.data.transforms.names import DEVICE_KERNELS, PILLOW_KERNELS, CropMode, Interpolation
+from vitpar.data.transforms.names import DEVICE_KERNELS, CropMode, Interpolation
 from vitpar.data.transforms.operations import fill_colour
 from vitpar.data.transforms.policies import Policy
 from vitpar.errors import RecipeError
 from vitpar.limits import MAX_DECODED_BYTES, MAX_IMAGE_SIZE
-from vitpar.text import either
 
 Box = tuple[int, int, int, int, int]
 """Part of an image, as (top, left, height, width), and 1 if it is flipped, else 0."""
@@ -48,20 +47,13 @@ def resize(image: NDArray[np.uint8], height: int, width: int, interpolation: Int
     return F.interpolate(pixels[None], (height, width), mode=interpolation, antialias=True)[0]
 
 
-def _check_size(size: int, interpolation: str) -> None:
-    if size < 1:
-        raise RecipeError(f"image size {size} is not a positive number of pixels")
-    if interpolation not in PILLOW_KERNELS:
-        raise RecipeError(f"unknown interpolation '{interpolation}': use {either(PILLOW_KERNELS)}")
-
-
 @dataclass(frozen=True)
 class TrainTransform:
     """Random crop and horizontal flip, then optionally a policy, colour jitter and random erasing.
 
     Crops are made one by one. What follows is done for many images at once, on any device (`DrawnBatch`).
 
-    Raises RecipeError if a setting is out of its range.
+    Raises RecipeError for a range of crops, a padding or a jitter of colours that is impossible.
     """
 
     size: int
@@ -89,7 +81,6 @@ class TrainTransform:
     crop by `scale` and `ratio`."""
 
     def __post_init__(self) -> None:
-        _check_size(self.size, self.interpolation)
         if self.padding is not None and not 0 <= self.padding < self.size:
             raise RecipeError(
                 f"crop padding {self.padding} must be at least 0 and less than the image size {self.size}: larger "
@@ -99,9 +90,6 @@ class TrainTransform:
             raise RecipeError(f"crop scale {self.scale} must be a range within (0, 1], such as (0.08, 1.0)")
         if not 0 < self.ratio[0] <= self.ratio[1]:
             raise RecipeError(f"crop ratio {self.ratio} must be a range of positive numbers, such as (0.75, 1.33)")
-        for name in ("flip", "erase"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RecipeError(f"{name} {getattr(self, name)} is not a probability: choose a number from 0 to 1")
         if min(self.color_jitter) < 0:
             raise RecipeError(f"color jitter {self.color_jitter} must not be negative: 0 leaves colours alone")
 
@@ -166,7 +154,7 @@ class EvalTransform:
     that it would exceed MAX_DECODED_BYTES after resizing, only the middle is resized: an image of 1 x 65,000 pixels
     would become gigabytes.
 
-    Raises RecipeError when a setting is out of its range.
+    Raises RecipeError for a `crop_pct` that enlarges images too much.
     """
 
     size: int
@@ -183,9 +171,6 @@ class EvalTransform:
     changes = False
 
     def __post_init__(self) -> None:
-        _check_size(self.size, self.interpolation)
-        if not 0 < self.crop_pct <= 1:
-            raise RecipeError(f"crop_pct {self.crop_pct} is out of range: choose a number above 0 and at most 1")
         if self.size / self.crop_pct > MAX_IMAGE_SIZE:
             raise RecipeError(
                 f"crop_pct {self.crop_pct} resizes images of {self.size} pixels to more than {MAX_IMAGE_SIZE:,} before "

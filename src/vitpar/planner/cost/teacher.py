@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.elements import layer_parameters
-from vitpar.recipe.sections import DistillSection
+from vitpar.recipe.sections.training import DistillSection
 from vitpar.recipe.teacher_plan import teacher_plan
 
 

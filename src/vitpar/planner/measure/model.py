@@ -30,7 +30,7 @@ from vitpar.planner.profile.profiles import (
     WeightProfile,
     always_wrapped,
 )
-from vitpar.recipe.sections import OptimizerSection
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.sharded import local
 from vitpar.training.optim.norms import clip_factor, global_norm
 from vitpar.training.optim.one_pass import choose_implementation

@@ -48,13 +48,18 @@ from vitpar.strategy.validate import unsplittable
 from vitpar.text import divisors
 
 LAUNCH = 5e-6
-"""Host seconds to launch an eager operation; a lower bound on a layer's time is the launch of all its operations."""
+"""Host seconds of an operation of other code, or outside blocks; a layer takes at least what the host needs for it."""
+HOST_BACKWARD = 1.3
+"""Host seconds of a layer's backward, relative to its forward: phases of small models on an H200."""
+BIASED = 0.46
+"""Rate of attention whose scores have a bias, relative to attention without: memory-efficient attention against
+cuDNN's, of 197 tokens on an H100 (experiments/results/gpu_h100_2026-11-26.md)."""
 BLOCK_LAUNCHES, FIRST_LAUNCHES, LAST_LAUNCHES = 24, 8, 10
 """Eager operations of a forward: of a block, and of other layers by name. Backward has twice as many; compiled blocks
 have half."""
-QUANTISING = {True: 0.8, False: 14.0}
-"""Passes over a product's inputs that scale them for fp8, by whether blocks are compiled. Counted by
-experiments/dry_bench.py, and in `parallel.float8`."""
+QUANTISING = {True: 4.75, False: 14.0}
+"""Passes over a product's inputs that scale them for fp8, by whether blocks are compiled: by the one measured ratio of
+a step in fp8 to one in bf16, 0.98 of H/14 on an H200, and counted in `parallel.float8`."""
 SCALING_LOSS = 0.012
 """Share of computing lost to stragglers with every doubling of the nodes. Published weak scaling from 8 to 128 GPUs is
 94 to 96 %."""
@@ -71,6 +76,9 @@ class Fitted(NamedTuple):
     tensor: float = 0.42
     """Share by which tensor parallelism prolongs computing: products of split widths are slower, and ranks wait for
     each other at every exchange."""
+    host: float = 1.17e-3
+    """Host seconds of a layer's forward in vitpar's steps, measured with compiled blocks. Blocks have those of the
+    first and the last layer too, for which the GPU does not wait if blocks take long."""
 
 
 FITTED = Fitted()
@@ -182,6 +190,7 @@ def estimate_model(
             f"{hardware.name} has no rate of float8 matrix products: plan for bf16, or use GPUs that have it"
         )
     layers, weights = [], []
+    host = fitted.host * len(config.layer_names) / len(config.blocks)
     for tensor in tensor_parts:
         strategy = parse(tensor).strategy
         for kind, layer in config.kinds.items():
@@ -201,7 +210,11 @@ def estimate_model(
             else:
                 touched = usual_elements(layer, strategy)
             size = numbers.compute.itemsize
-            time = _Time(matmul, kernels, float8, copy, plain, touched, size, operations, compiled, fitted)
+            least = host if vitpar_blocks and block else operations * LAUNCH
+            biased = layer.attention is not None and layer.attention.biased
+            time = _Time(
+                matmul, kernels, biased, float8, copy, plain, touched, size, operations, least, compiled, fitted
+            )
             slower = 1 + fitted.tensor * (strategy.degree("tp") > 1)
             for policy in CHECKPOINTS:
                 counts = _counts(layer, strategy, policy)
@@ -258,6 +271,8 @@ class _Time:
     """Rate of products in the compute dtype."""
     kernels: Kernels
     """Rates of other kernels."""
+    biased: bool
+    """Whether the scores of attention have a bias."""
     float8: Matmul | None
     """Rate of float8 products; None if there is none."""
     copy: Curve
@@ -270,6 +285,8 @@ class _Time:
     """Bytes of an element."""
     operations: float
     """Kernels of a forward."""
+    host: float
+    """Host seconds of a forward."""
     compiled: bool
     """Whether blocks are compiled."""
     fitted: Fitted
@@ -297,7 +314,8 @@ class _Time:
             rates = [first] + [self.matmul] * (not forward)
             computed += sum(rate.seconds(rows * product.flops) for rate in rates)
         if counts.attention:
-            computed += times * self.matmul.seconds(rows * counts.attention) / self.kernels.attention
+            rate = self.kernels.attention * (BIASED if self.biased else 1.0)
+            computed += times * self.matmul.seconds(rows * counts.attention) / rate
         # At its start a product mostly reads and at its end mostly writes, while few FLOPs are computed. This costs the
         # time to move the larger of input and output, so narrow products are slower.
         touched = self.touched[0 if forward else 1] * (1 if self.compiled else self.fitted.eager)
@@ -305,8 +323,8 @@ class _Time:
         scaled = sum(p.taken if forward else p.given for p in counts.products if p.float8)
         touched += QUANTISING[self.compiled] * scaled
         computed += self.copy.seconds(rows * touched * self.itemsize)
-        operations = times * self.operations
-        return max(computed + operations * self.kernels.gap, operations * LAUNCH)
+        host = self.host * (1 if forward else HOST_BACKWARD)
+        return max(computed + times * self.operations * self.kernels.gap, host)
 
 
 def tiled_flops(shape: AttentionShape, tile: int) -> int:

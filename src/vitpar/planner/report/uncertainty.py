@@ -13,7 +13,7 @@ from typing import Any
 
 from vitpar.planner.cost.layer import LayerCosts, tensor_name
 from vitpar.planner.cost.price import Price
-from vitpar.planner.profile.bands import VITPAR, Band, error_band
+from vitpar.planner.profile.bands import OTHERS, VITPAR, Band, error_band
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.profiles import Operation
 from vitpar.strategy import batch_arithmetic
@@ -33,7 +33,7 @@ def uncertainty(price: Price, costs: LayerCosts) -> dict[str, Any] | None:
     The step may take `share` of its time more or less. `source` says what that rests on, behind the share and a colon.
     """
     if costs.model.estimated:
-        band = error_band(costs.config, costs.model, price.plan.world_size)
+        band = error_band(costs.config, costs.model, price.plan.world_size, _host_bound(price, costs))
         return {"share": band.share, "of": "estimates", "runs": band.runs, "source": band_source(band)}
     spreads = {
         "forward": _layer_spread(price, costs, "forward"),
@@ -53,9 +53,17 @@ def uncertainty(price: Price, costs: LayerCosts) -> dict[str, Any] | None:
 def band_source(band: Band) -> str:
     """Return the error band of estimates and the runs that it rests on, in words."""
     words = f"{band}: error of {band.runs} {band.description}, each predicted without it"
-    if band == VITPAR:
+    if band in (VITPAR, OTHERS):
         return f"{words}; none is from more than one GPU"
     return f"{words}; none is of vitpar ({VITPAR.runs} {VITPAR.description}, compiled: {VITPAR})"
+
+
+def _host_bound(price: Price, costs: LayerCosts) -> bool:
+    """Return whether the host needs as long for the blocks of a micro-batch as the device."""
+    rows = batch_arithmetic(price.plan, price.batch_size).microbatch_rows
+    blocks = {layer.kind for layer in costs.whole.block_kinds}
+    curves = [layer.forward for layer in costs.model.layers if layer.layer in blocks and layer.tensor == "tp1"]
+    return any(curve.seconds(rows) <= curve.seconds(1) for curve in curves)
 
 
 def _median(curves: list[Curve]) -> float:

@@ -87,7 +87,7 @@ def _changes(
     hardware, batch_size = costs.hardware, best.batch_size
     twice = hardware.slower(0.5, 1.0), costs.model.slower(0.5, 1.0)
     faster = LayerCosts(costs.whole, *twice, costs.frozen, costs.teacher)
-    yield "devices that compute twice as fast", faster, batch_size, budget
+    yield "devices and hosts that compute twice as fast", faster, batch_size, budget
     crossing = {link.nodes > 1 for link in hardware.links}
     for between in sorted(crossing):
         where = "" if len(crossing) == 1 else " between nodes" if between else " within nodes"

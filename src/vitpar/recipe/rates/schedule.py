@@ -45,10 +45,6 @@ class LRSchedule:
         return self.run.length(self.warmup)
 
     @property
-    def _after(self) -> bool:
-        return self.shape.AFTER_WARMUP if self.after_warmup is None else self.after_warmup
-
-    @property
     def warning(self) -> str | None:
         """Warning if the run ends before the warm-up, else None; none for a run of few steps, which is a trial."""
         if self.warmup_steps < self.run.steps or self.run.steps < TRIAL_STEPS:
@@ -66,7 +62,8 @@ class LRSchedule:
             if self.warmup_lr is None:
                 return self.peak * (done + 1) / warmup
             return self.warmup_lr + (self.peak - self.warmup_lr) * done / warmup
-        begun = warmup if self._after else 0.0
+        after = self.shape.AFTER_WARMUP if self.after_warmup is None else self.after_warmup
+        begun = warmup if after else 0.0
         length = max(1.0, steps - begun)
         return self.shape.rate(
             Course(self.run, min(done - begun, length), length, self.warmup_steps), self.peak, self.least

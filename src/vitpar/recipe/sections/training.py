@@ -13,17 +13,6 @@ from vitpar.recipe.rates.shapes import parse_shape
 from vitpar.recipe.sections.base import Section
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 
-__all__ = [
-    "AdjustLr",
-    "DistillSection",
-    "Implementation",
-    "LRScheduleSection",
-    "LoraSection",
-    "LossScaleSection",
-    "OptimizerSection",
-    "TrainSection",
-]
-
 Implementation = Literal["auto", "foreach", "fused", "for-loop", "triton"]
 """Torch's optimizer implementations, and triton: AdamW in one pass (``vitpar.training.optim.one_pass``)."""
 AdjustLr = Literal["original", "match_rms_adamw"]

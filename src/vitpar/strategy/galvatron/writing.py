@@ -9,7 +9,6 @@ from dataclasses import replace
 from vitpar.errors import StrategyError
 from vitpar.io import PathLike
 from vitpar.strategy.galvatron.reading import SCHEDULE_NAMES, from_galvatron
-from vitpar.strategy.layer import Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.plan_json import write_text
 from vitpar.strategy.stages import split_blocks
@@ -66,7 +65,7 @@ def to_galvatron(
     }
     read = from_galvatron(file, plan.world_size, num_blocks, unlisted).plan
     for name, there in read.strategies(names).items():
-        if there != _without_ones(layers[name]):
+        if there != replace(layers[name], axes=tuple(axis for axis in layers[name].axes if axis.degree != 1)):
             raise _lost(f"{name} as {layers[name]}", f"{there}")
     meant, made = (
         ", ".join(str(len(stage)) for stage in found)
@@ -79,10 +78,6 @@ def to_galvatron(
 
 def _lost(what: str, instead: str) -> StrategyError:
     return StrategyError(f"Galvatron's file cannot express {what}: use {instead}")
-
-
-def _without_ones(layer: Strategy) -> Strategy:
-    return replace(layer, axes=tuple(axis for axis in layer.axes if axis.degree != 1))
 
 
 def write_galvatron(

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
 from vitpar.parallel import ParallelModel
 from vitpar.sharded import local
@@ -35,9 +34,6 @@ class EMA:
             self.average = {name: local(p.detach()) for name, p in holder.named_parameters()}
             self.restart()
 
-    def _averages(self) -> list[Tensor]:
-        return [self.average[name] for name in self._trained]
-
     @torch.no_grad()
     def restart(self) -> None:
         """Reset the average to the present parameters."""
@@ -60,7 +56,8 @@ class EMA:
     def update(self, step: int) -> None:
         """Update the average with the present parameters, after update number `step`, counted from 1."""
         if self._trained:
-            torch._foreach_lerp_(self._averages(), list(self._trained.values()), 1.0 - self.decay(step))
+            averages = [self.average[name] for name in self._trained]
+            torch._foreach_lerp_(averages, list(self._trained.values()), 1.0 - self.decay(step))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

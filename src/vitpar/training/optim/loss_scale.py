@@ -7,7 +7,7 @@ so it stays near the largest that fits.
 
 from typing import Any
 
-from vitpar.recipe.sections import LossScaleSection
+from vitpar.recipe.sections.training import LossScaleSection
 
 
 class LossScaler:

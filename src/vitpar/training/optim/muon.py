@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 from vitpar.training.optim.layerwise import Group, OverShards, gradients
 
 if TYPE_CHECKING:
-    from vitpar.recipe.sections import AdjustLr
+    from vitpar.recipe.sections.training import AdjustLr
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Coefficients of the quintic Newton-Schulz iteration."""

@@ -22,7 +22,7 @@ from vitpar.parallel.precision import PRECISIONS
 from vitpar.training.optim.layerwise import Group, OverShards
 
 if TYPE_CHECKING:
-    from vitpar.recipe.sections import OptimizerSection
+    from vitpar.recipe.sections.training import OptimizerSection
 
 DEVICES = ("cuda",)
 """Types of devices that Triton has a compiler for. A CPU has only its interpreter, which is for tests."""

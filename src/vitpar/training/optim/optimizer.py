@@ -30,7 +30,7 @@ from vitpar.training.optim.state_memory import state_bytes
 
 if TYPE_CHECKING:
     from vitpar.recipe import Recipe
-    from vitpar.recipe.sections import OptimizerSection
+    from vitpar.recipe.sections.training import OptimizerSection
 
 ELEMENTWISE = ("adamw", "adam", "sgd", "lion")
 """Optimizers whose updates do not depend on other elements of a parameter."""

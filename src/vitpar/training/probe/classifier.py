@@ -29,7 +29,7 @@ def write_classifier(
 ) -> list[Path]:
     """Write the weights that features come from, with the classifier of `probed`, to the new `folder`.
 
-    about: what the file of features says (``vitpar.training.feature_file``).
+    about: what the file of features says (``vitpar.training.parquet_file``).
 
     Returns the files of tensors. Raises DataError for features of weights that are gone or do not fit, and
     CheckpointError if `folder` is not empty or cannot be written.

@@ -1,4 +1,4 @@
-"""Reader of the features that `vitpar features` writes (``vitpar.training.feature_file``)."""
+"""Reader of the features that `vitpar features` writes (``vitpar.training.parquet_file``)."""
 
 from __future__ import annotations
 

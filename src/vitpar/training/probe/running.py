@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from vitpar.data.shards.shard_set import ShardSet
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models import IGNORED
 from vitpar.tasks.image_input import ImageInput
-from vitpar.tasks.self_teacher import SelfTeacher
+from vitpar.tasks.teacher import Teacher
 from vitpar.training.evaluate import Evaluation
 from vitpar.training.probe.neighbours import TEMPERATURE, nearest_neighbours
 from vitpar.training.probe.read import Features
@@ -28,7 +29,7 @@ MOST = 20_000
 
 
 def evaluate_neighbours(
-    teacher: SelfTeacher,
+    teacher: Teacher,
     source: ImageInput,
     train: ShardSet,
     val: ShardSet,
@@ -67,24 +68,26 @@ def _deviation(features: Tensor) -> float:
 
 @torch.no_grad()
 def _features(
-    teacher: SelfTeacher,
+    teacher: Teacher,
     source: ImageInput,
     images: NotedImages,
     progress: Callable[[int], None] = lambda images: None,
 ) -> Features:
     """Return the features of class tokens of a set, on every rank. Images that cannot be read are left out."""
-    model = teacher.model
+    model, done = teacher.model, 0
     rows = torch.tensor(model.output_rows(model.batch_size), dtype=torch.int64, device=model.device)
     found, labels = [], []
     with closing(iter(source.eval_batches(images))) as batches:
-        for number, batch in enumerate(batches, start=1):
-            table = torch.zeros(model.batch_size, teacher.width, device=model.device)
-            mine = teacher.features(source.images(batch))
-            if mine is not None and model.first_of_outputs:  # exactly one rank fills each row
-                table[rows] = mine.float()
-            all_reduce_(table)
-            there = source.labels(batch)
-            found.append(table[there != IGNORED])
-            labels.append(there[there != IGNORED])
-            progress(min(len(images), number * model.batch_size))
+        while several := [*islice(batches, teacher.at_once)]:
+            mine = teacher.features([source.images(batch) for batch in several])
+            for place, batch in enumerate(several):
+                table = torch.zeros(model.batch_size, teacher.width, device=model.device)
+                if mine is not None and model.first_of_outputs:  # exactly one rank fills each row
+                    table[rows] = mine[:, place].float()
+                all_reduce_(table)
+                there = source.labels(batch)
+                found.append(table[there != IGNORED])
+                labels.append(there[there != IGNORED])
+            done += len(several) * model.batch_size
+            progress(min(len(images), done))
     return Features(torch.cat(found), torch.cat(labels), {})

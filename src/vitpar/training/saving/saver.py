@@ -22,7 +22,7 @@ from vitpar.models.families import config_to_json
 from vitpar.object_store import ObjectPath, parse_place
 from vitpar.parallel import ParallelModel
 from vitpar.recipe import Recipe
-from vitpar.recipe.sections import CheckpointSection
+from vitpar.recipe.sections.running import CheckpointSection
 from vitpar.sharded import sharded_as
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_text

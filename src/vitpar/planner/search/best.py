@@ -67,7 +67,7 @@ class Search(CostedSpace):
         least = min(unpriced, self._mixed(open_outlines, budget, mixer, progress, until))
         mixer.improve_best(least)
         fastest = max((one.images_per_second for one in best_plans.plans), default=0.0)
-        bound = max(fastest, 1 / least)
+        bound = float(max(fastest, 1 / least))
         return Result(
             plans=best_plans.ranked,
             bound=bound,

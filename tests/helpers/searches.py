@@ -14,7 +14,7 @@ from vitpar.strategy import Plan, Strategy, validate
 
 EVERYTHING = SearchEffort(tolerance=0.0, simpler=0.0, outlines=10**9, mixes=20, changes=10**9, seconds=10**9)
 """Effort of a search that prices each uniform plan that may be the best."""
-CLOSE = 0.01
+CLOSE = 0.03
 """Relative speed by which a search may miss the best of all plans."""
 
 

@@ -103,7 +103,7 @@ def test_search_is_as_fast_as_exhaustive_enumeration(
     processes: int,
     share: float,
 ) -> None:
-    """No plan of the space that fits the budget is more than 1 % faster, and none is faster than the bound.
+    """No plan of the space that fits the budget is more than 3 % faster, and none is faster than the bound.
 
     share: quantile of all plans' memory that is the budget
     """

@@ -137,18 +137,14 @@ class LayerSums:
 
     layers: Array
     """Costs of a layer by kind, [8, kinds, strategies]."""
-    besides: float
-    """Bytes in front of the stage's first block, with any layer."""
     working: Array
     """Transient bytes in the backward of a layer, [kinds, strategies]."""
     after: Array
     """Bytes of a layer after its backward, while that of earlier layers runs, [kinds, strategies]."""
 
 
-def layer_sums(outline: PlanOutline, choices: Choices, machine: Machine, number: int, columns: Indices) -> LayerSums:
+def layer_sums(outline: PlanOutline, choices: Choices, machine: Machine, number: int) -> LayerSums:
     """Return the costs of single layers of stage `number`.
-
-    columns: strategies that may be mixed
 
     The stage costs at least their sum. Rows:
 
@@ -177,18 +173,13 @@ def layer_sums(outline: PlanOutline, choices: Choices, machine: Machine, number:
     # With more micro-batches than are alive, the gradients of earlier ones exist at the peak of row 7.
     waiting = m > (1 if pp == 1 else alive)
     busy = a.kept + a.gathered + a.gradients * waiting + alive * a.saved
-    last = pipeline.num_stages - 1
-    hops = (number > 0) + (number < last)
-    # torch keeps receive buffers for every micro-batch on each side. Their layout is set by the neighbouring stage too.
-    besides = hops * m * machine.tokens * float(choices.token_share[columns].min())
-    besides += (number == 0) * machine.images * float(choices.image_share[columns].min())
     working = a.working_once if m == 1 else a.working + a.fresh * (not waiting)
     if alive == 1:
         working = np.maximum(working, a.working_once - a.fresh * waiting)
     working = np.maximum(working, a.copied + a.fresh * (not waiting) - alive * a.saved)
     after = a.kept + a.gathered + (a.reduced if m == pp == 1 else a.gradients) + (alive - 1) * a.saved
     rows = np.stack([*times, costs.work, a.kept + a.reduced, busy])
-    return LayerSums(rows, besides, working, after)
+    return LayerSums(rows, working, after)
 
 
 def uniform_bounds(outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:

@@ -20,18 +20,22 @@ BINS = 96
 """Labels of a token layout that are kept at most, by their bytes."""
 CLOSE = 1.01
 """Ratio of a cap that holds to one that does not, at which bisection stops."""
+ALTERNATIVES = 4
+"""Ways to run the last stage that are returned."""
 SIMPLER = 1e-5
 """Relative seconds that a change of strategy within a stage counts."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """A split into stages, and a strategy for each layer."""
+    """A split into stages, the first few or all, and a strategy for each of their layers."""
 
     seconds: float
     """Least seconds of a step, without what a step spends outside layers."""
     slowest: float
     """Seconds of the slowest stage, from its own first micro-batch on."""
+    each: float
+    """Seconds of a micro-batch in the last of the stages."""
     peaks: tuple[float, ...]
     """Bytes of each stage."""
     sizes: tuple[int, ...]
@@ -70,84 +74,99 @@ class Programme:
         self._sections = [0, *sections.of_block, len(sections.sections) - 1]
         self._delays = not table.outline.pipeline.splits_backward
 
-    def best(self, limit: float) -> Mix | None:
-        """Return the fastest mix that takes less than `limit` seconds; None if there is none."""
-        best = held = self._within(limit, limit) if limit > 0 else None
-        if best is None or held is None or self._stages == 1:
+    def best(self, limit: float) -> list[Mix]:
+        """Return the fastest mix that takes less than `limit` seconds, and some with another last stage; maybe none."""
+        best = held = self._within(limit, limit) if limit > 0 else []
+        if not held or self._stages == 1:
             return best
-        low = held.slowest / self._stages
-        while held.slowest > CLOSE * low:
-            cap = (held.slowest * low) ** 0.5
-            mix = self._within(cap, limit)
-            if mix is None:
+        low = held[0].slowest / self._stages
+        while held[0].slowest > CLOSE * low:
+            cap = (held[0].slowest * low) ** 0.5
+            mixes = self._within(cap, limit)
+            if not mixes:
                 low = cap
             else:
-                held, best = mix, min(best, mix, key=lambda one: one.seconds)
+                held, best = mixes, min(best, mixes, key=lambda each: each[0].seconds)
         return best
 
-    def _within(self, cap: float, limit: float) -> Mix | None:
-        """Return a mix of at most `limit` seconds whose stages take at most `cap` each; None if there is none."""
+    def _within(self, cap: float, limit: float) -> list[Mix]:
+        """Return mixes of at most `limit` seconds whose stages take at most `cap` each, the fastest first."""
         table = self._table
         start, before, seconds, slowest = 0, 0.0, 0.0, 0.0
-        sizes, columns, peaks = list[int](), list[int](), list[float]()
+        sizes, columns, peaks = tuple[int, ...](), tuple[int, ...](), tuple[float, ...]()
+        mixes = list[Mix]()
         for number in range(self._stages):
             caps = np.full(5, cap)
             caps[0] = min(cap, limit - self._delays * before)
-            stage = self._stage(number, start, caps)
-            if stage is None:
-                return None
-            sums, peak, chosen = stage
-            peaks.append(peak)
-            slowest = max(slowest, float(sums[TIMES].max()))
-            seconds = max(seconds, slowest, float(sums[0]) + self._delays * before)
-            before += (
-                float(sums[EACH]) + self._table.action + (2 * table.hops[number] if number < self._stages - 1 else 0.0)
-            )
-            start += len(chosen)
-            sizes.append(len(chosen) - (number == 0) - (number == self._stages - 1))
-            columns += chosen
-        return Mix(seconds, slowest, tuple(peaks), tuple(sizes), tuple(columns))
+            mixes = [
+                Mix(
+                    max(seconds, slowest, float(sums[TIMES].max()), float(sums[0]) + self._delays * before),
+                    max(slowest, float(sums[TIMES].max())),
+                    float(sums[EACH]),
+                    (*peaks, peak),
+                    (*sizes, len(chosen) - (number == 0) - (number == self._stages - 1)),
+                    (*columns, *chosen),
+                )
+                for sums, peak, chosen in self._stage(number, start, caps, columns[-1:])
+            ]
+            if not mixes:
+                break
+            one = mixes[0]
+            seconds, slowest, peaks, sizes, columns = one.seconds, one.slowest, one.peaks, one.sizes, one.columns
+            start = len(columns)
+            before += one.each + table.action + (2 * table.hops[number] if number < self._stages - 1 else 0.0)
+        return mixes
 
-    def _stage(self, number: int, start: int, caps: Array) -> tuple[Array, float, list[int]] | None:
-        """Return (sums, bytes, columns) of the stage that runs most layers from `start` on; None if it can run none.
+    def _stage(
+        self, number: int, start: int, caps: Array, former: Sequence[int]
+    ) -> list[tuple[Array, float, list[int]]]:
+        """Return (sums, bytes, columns) of the fastest ways to run most layers from `start` on in a stage, if any.
 
         caps: seconds that the stage may take by each row of `TIMES`
+        former: column of the layer before, if any
         """
         table, last = self._table, number == self._stages - 1
         sums = table.sums(number)
+        # Messages have the smaller parts of both sides. Those of the next stage are not known yet.
+        arriving = np.minimum(table.sent, table.sent[list(former)]) if former else table.images
+        leaving = 0.0 * table.sent if last else table.sent
+        memory = float(self._memory[number])
         first = np.zeros((1, 8))
-        first[0, BYTES] += sums.besides
         # Neighbours that exchange messages take as long as these and the work of one of both (`bounds.queueing`).
         first[0, 0] += table.queued[max(0, number - 1) : number + 1].max(initial=0.0)
-        steps, ended = [_Step(first, np.array([-1]), np.array([0]), np.full(1, sums.besides))], None
+        steps = [_Step(first, np.array([-1]), np.array([0]), np.zeros(1))]
+        ends: tuple[int, Array, Indices] = 0, np.zeros(0), np.zeros(0, dtype=np.int64)
         most = self._last if last else self._last - self._stages + number
         for layer in range(start, most + 1):
-            step = self._extend(steps[-1], sums, layer, caps, float(self._memory[number]))
+            step = self._extend(steps[-1], sums, layer, caps, memory, arriving)
             steps.append(step)
             if not len(step.columns):
                 break
-            if layer == self._last if last else layer > 0:
-                ended = len(steps) - 1, int(step.sums[:, TIMES].max(1).argmin())
-        if ended is None:
-            return None
-        (at, label), columns = ended, list[int]()
-        reached, peak = steps[at].sums[label], float(steps[at].peaks[label])
-        while at:
-            columns.append(int(steps[at].columns[label]))
-            at, label = at - 1, int(steps[at].parents[label])
-        return reached, peak, columns[::-1]
+            peaks = step.peaks + leaving[step.columns]
+            labels = np.nonzero(peaks <= memory)[0]
+            if len(labels) and (layer == self._last if last else layer > 0):
+                fastest = step.sums[labels][:, TIMES].max(1).argsort(kind="stable")
+                ends = len(steps) - 1, peaks, labels[fastest[: ALTERNATIVES if last else 1]]
+        at, peaks, labels = ends
+        return [(steps[at].sums[label], float(peaks[label]), _columns(steps[: at + 1], label)) for label in labels]
 
-    def _extend(self, step: _Step, costs: LayerSums, layer: int, caps: Array, memory: float) -> _Step:
-        """Return the labels after the next layer."""
+    def _extend(self, step: _Step, costs: LayerSums, layer: int, caps: Array, memory: float, arriving: Array) -> _Step:
+        """Return the labels after the next layer.
+
+        arriving: bytes in front of the stage's first layer, by the layer's column
+        """
         table, row, section = self._table, self._rows[layer], self._sections[layer]
         columns = self._columns[section]
-        sums = step.sums[:, None] + costs.layers[:, row, columns].T
-        if step.columns[0] >= 0:
+        sums, before = step.sums[:, None] + costs.layers[:, row, columns].T, step.peaks[:, None]
+        if step.columns[0] < 0:
+            sums[..., BYTES] += arriving[columns, None]
+            before = before + arriving[columns]
+        else:
             # Of about equally fast mixes, one with few strategies.
             sums[..., TIMES] *= 1 + SIMPLER * (step.columns[:, None] != columns)[..., None]
             sums += table.edges(layer, step.columns, columns)[..., None] * table.waits
         # In the backward of an earlier layer, this one has left its gradients.
-        peak = np.maximum(step.peaks[:, None] + costs.after[row, columns], sums[..., -1] + costs.working[row, columns])
+        peak = np.maximum(before + costs.after[row, columns], sums[..., -1] + costs.working[row, columns])
         peak = np.maximum(peak, sums[..., -2])
         seconds, used = sums[..., TIMES].max(-1), sums[..., BYTES].max(-1)
         labels, places = np.nonzero((sums[..., TIMES] <= caps).all(-1) & (peak <= memory))
@@ -171,3 +190,12 @@ class Programme:
             kept.append(smallest[np.diff(table.layout[columns[smallest]], prepend=-1) > 0])
         best = np.unique(np.concatenate(kept))
         return _Step(sums[best], columns[best], labels[best], peak[best])
+
+
+def _columns(steps: Sequence[_Step], label: int) -> list[int]:
+    """Return the columns of the layers that lead to a label of the last of `steps`, which begin before any layer."""
+    columns = list[int]()
+    for step in reversed(steps[1:]):
+        columns.append(int(step.columns[label]))
+        label = int(step.parents[label])
+    return columns[::-1]

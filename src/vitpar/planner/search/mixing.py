@@ -13,7 +13,7 @@ from vitpar.planner.search.bounds import PlanOutline, uniform_bounds
 from vitpar.planner.search.costed import CostedSpace
 from vitpar.planner.search.dynamic import Mix, Programme
 from vitpar.planner.search.ends import with_layers, with_tied_alike
-from vitpar.planner.search.loads import Indices, undominated
+from vitpar.planner.search.loads import Array, Indices, undominated
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.ranking import BestPlans, SearchEffort
 from vitpar.planner.search.tables import LayerTable
@@ -38,8 +38,8 @@ WORTH = 1e-4
 """Relative time that a change saves at least."""
 WORTH_CHANGES = 1.005
 """Ratio of the best price to the bound, below which no plan is changed."""
-ENDS = 4
-"""Strategies that are tried for embed or head."""
+OTHERS = 4
+"""Strategies that are tried for embed, head, or in place of another one."""
 
 
 class Mixer:
@@ -64,27 +64,34 @@ class Mixer:
             self._improve(best, self.effort.changes // 4)
 
     def _fitting(self, table: LayerTable, columns: Sequence[Indices]) -> list[Price]:
-        """Return the price of the fastest mix of these columns of each section that fits into memory, if any.
+        """Return prices of the fastest mixes of these columns of each section that fit into memory.
 
-        Where layers share a parameter, it is one of several plans.
+        Where layers share a parameter, a mix is one of several plans.
         """
         outline, found = table.outline, list[Price]()
         rooms = np.full(outline.pipeline.num_stages, table.machine.budget)
+        too_large: Array | None = None
         for _ in range(self.effort.mixes):
             limit = CLOSE * self.best_plans.mixed_limit * outline.batch_size - table.overhead
-            mix = Programme(table, rooms, columns).best(limit)
-            if mix is None:
-                break
-            over = np.zeros(len(rooms))
-            for plan in with_tied_alike(self._plan(outline, table.choices, mix), self._config, self._costed.tied):
-                over = np.maximum(0.0, np.array(self._costed.place_bytes(plan, outline.batch_size)) - self._budget)
-                if not over.any():
-                    found.append(self._costed.price(plan, outline.batch_size))
-                    self.best_plans.offer(found[-1])
-            if not over.any():
+            mixes = Programme(table, rooms, columns).best(limit)
+            if not mixes:
+                if too_large is None:
+                    break
+                rooms = (rooms + too_large) / 2
+                continue
+            tight = np.zeros((len(mixes), len(rooms)))
+            for over, mix in zip(tight, mixes, strict=True):
+                for plan in with_tied_alike(self._plan(outline, table.choices, mix), self._config, self._costed.tied):
+                    needs = np.array(self._costed.place_bytes(plan, outline.batch_size))
+                    over[:] = np.maximum(0.0, needs - self._budget)
+                    if not over.any():
+                        found.append(self._costed.price(plan, outline.batch_size))
+                        self.best_plans.offer(found[-1])
+            if not tight[0].any():
                 break
             # The table leaves out some of the memory.
-            rooms = np.where(over > 0, np.minimum(rooms, mix.peaks) - OVER * over, rooms)
+            too_large = rooms
+            rooms = np.where(tight[0] > 0, np.minimum(rooms, mixes[0].peaks) - OVER * tight[0], rooms)
         return found
 
     def _scaled(self, table: LayerTable) -> list[tuple[Indices, ...]]:
@@ -133,7 +140,6 @@ class Mixer:
             for section, chosen in zip(every, self._section_fronts(table), strict=True):
                 table.scale[sorted(chosen - section)] = factors.max()
                 section |= chosen
-        table.columns = np.array(sorted(set().union(*every)), dtype=np.int64)
         mixed = tuple(np.array(sorted(section), dtype=np.int64) for section in every)
         return [mixed, *alone[: ALONE if outline.pipeline.pipeline_degree > 1 else 0]]
 
@@ -182,13 +188,13 @@ class Mixer:
                         break
 
     def _changed(self, best: Price) -> Iterator[Plan]:
-        """Yield plans that differ from `best` in the end of a stage, where strategies change, or in embed or head."""
+        """Yield plans that differ from `best` in the end of a stage, where strategies change, or in one strategy."""
         plan, depth = best.plan, self._sections.depth
         sizes = [len(blocks) for blocks in split_blocks(depth, plan.pipeline_degree, plan.split)]
         strategies = plan.strategies(self._config.layer_names)
         names = list(strategies)
         if plan.virtual_stages > 1:  # the space contains only plans with one strategy in all blocks, and even stages
-            yield from self._other_ends(best)
+            yield from self._others(best)
             return
         for source, target in sorted(permutations(range(len(sizes)), 2), key=lambda pair: abs(pair[0] - pair[1])):
             if sizes[source] > 1:
@@ -208,24 +214,30 @@ class Mixer:
                         yield with_layers(plan, layers)
                         ends = {names[0]: layers[names[1]], names[-1]: layers[names[-2]]}
                         yield with_layers(plan, {**layers, **ends})
-        yield from self._other_ends(best)
+        yield from self._others(best)
 
-    def _other_ends(self, best: Price) -> Iterator[Plan]:
-        """Yield plans with another strategy of embed or head."""
-        plan = best.plan
+    def _others(self, best: Price) -> Iterator[Plan]:
+        """Yield plans with another strategy of embed or head, or in place of one of the blocks' strategies."""
+        plan, m = best.plan, best.plan.microbatches or 1
         strategies = plan.strategies(self._config.layer_names)
-        names = list(strategies)
+        embed, *blocks, head = strategies
         pipeline = replace(plan, layers=Plan().layers, split="even", microbatches=None)
-        choices = self._costed.options(PlanOutline(pipeline, best.batch_size, plan.microbatches or 1))
+        choices = self._costed.options(PlanOutline(pipeline, best.batch_size, m))
         if not choices.strategies:  # a plan of `reasons` that is not in the space
             return
-        for name, front in ((names[0], choices.fronts[0]), (names[-1], choices.fronts[-1])):
-            row = self._sections.kinds.index(self._config.layers[name].kind)
-            loads, m = choices.loads, plan.microbatches or 1
-            seconds = m * (loads.computes + loads.waits + loads.sent_each)[row]
-            seconds += (loads.once + loads.waits_once + loads.edge + loads.sent_once)[row]
-            for column in sorted(front.tolist(), key=lambda column: float(seconds[column]))[:ENDS]:
-                yield with_layers(plan, {**strategies, name: choices.strategies[column][0]})
+        places = [(choices.fronts[0], [embed]), (choices.fronts[-1], [head])]
+        if plan.virtual_stages == 1:
+            for number, front in enumerate(choices.fronts):
+                section = [name for name, of in zip(blocks, self._sections.of_block, strict=True) if of == number]
+                alike = [[name for name in section if strategies[name] == one] for one in plan.distinct]
+                places += [(front, names) for names in alike if names]
+        loads = choices.loads
+        every = m * (loads.computes + loads.waits + loads.sent_each)
+        every += loads.once + loads.waits_once + loads.edge + loads.sent_once
+        for front, names in places:
+            seconds = every[self._sections.kinds.index(self._config.layers[names[-1]].kind)]
+            for column in sorted(front.tolist(), key=lambda column: float(seconds[column]))[:OTHERS]:
+                yield with_layers(plan, {**strategies, **dict.fromkeys(names, choices.strategies[column][0])})
 
     def _plan(self, outline: PlanOutline, choices: Choices, mix: Mix) -> Plan:
         """Return the plan of a mix."""

@@ -36,8 +36,6 @@ class LayerTable:
         self.waits[:4], self.waits[EACH] = outline.microbatches, 1.0
         if outline.pipeline.pipeline_degree == 1:
             self.waits[4] = outline.microbatches
-        self.columns = np.arange(len(keys))
-        """Strategies that may be mixed."""
         self.scale = np.ones(len(keys))
         """Factors of the seconds of each column."""
         self.hops = np.array(machine.hops(float(choices.token_share.min())).each)
@@ -47,13 +45,17 @@ class LayerTable:
         self.action = 2 * machine.action
         """Seconds of a micro-batch outside layers, on each stage."""
         each = machine.overhead if outline.pipeline.pipeline_degree == 1 else 2 * machine.action
+        self.sent = outline.microbatches * machine.tokens * choices.token_share
+        """Bytes of the receive buffers for the messages of a step, which torch keeps throughout, by column."""
+        self.images = machine.images * choices.image_share
+        """Bytes of a batch's images, by column."""
         self.overhead = outline.microbatches * each + machine.norm
         """Seconds of a step outside layers."""
 
     def sums(self, number: int) -> LayerSums:
         """Return the costs of single layers in stage `number`, cached."""
         if number not in self._sums:
-            sums = self._sums[number] = layer_sums(self.outline, self.choices, self.machine, number, self.columns)
+            sums = self._sums[number] = layer_sums(self.outline, self.choices, self.machine, number)
             sums.layers[: EACH + 1] *= self.scale
         return self._sums[number]
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.planner.cost.price import Hops
-from vitpar.planner.search.loads import Array, Indices
+from vitpar.planner.search.loads import Array
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.sections import Sections
 from vitpar.strategy import Plan

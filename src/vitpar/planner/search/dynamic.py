@@ -148,7 +148,8 @@ class Programme:
                 fastest = step.sums[labels][:, TIMES].max(1).argsort(kind="stable")
                 ends = len(steps) - 1, peaks, labels[fastest[: ALTERNATIVES if last else 1]]
         at, peaks, labels = ends
-        return [(steps[at].sums[label], float(peaks[label]), _columns(steps[: at + 1], label)) for label in labels]
+        reached = steps[: at + 1]
+        return [(reached[-1].sums[n], float(peaks[n]), _columns(reached, n)) for n in labels.tolist()]
 
     def _extend(self, step: _Step, costs: LayerSums, layer: int, caps: Array, memory: float, arriving: Array) -> _Step:
         """Return the labels after the next layer.

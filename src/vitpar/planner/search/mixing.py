@@ -137,9 +137,9 @@ class Mixer:
         if not alone:
             return []
         if len(every) > 1:
-            for section, chosen in zip(every, self._section_fronts(table), strict=True):
-                table.scale[sorted(chosen - section)] = factors.max()
-                section |= chosen
+            for section, more in zip(every, self._section_fronts(table), strict=True):
+                table.scale[sorted(more - section)] = factors.max()
+                section |= more
         mixed = tuple(np.array(sorted(section), dtype=np.int64) for section in every)
         return [mixed, *alone[: ALONE if outline.pipeline.pipeline_degree > 1 else 0]]
 
@@ -208,9 +208,9 @@ class Mixer:
                 yield with_layers(plan, layers)
         for place, pair in enumerate(pairwise(names)):
             if strategies[pair[0]] != strategies[pair[1]]:
-                for changed, other in ((0, 1), (1, 0)):
-                    if sections[place + changed].fits(strategies[pair[other]]):
-                        layers = {**strategies, pair[changed]: strategies[pair[other]]}
+                for changed, kept in ((0, 1), (1, 0)):
+                    if sections[place + changed].fits(strategies[pair[kept]]):
+                        layers = {**strategies, pair[changed]: strategies[pair[kept]]}
                         yield with_layers(plan, layers)
                         ends = {names[0]: layers[names[1]], names[-1]: layers[names[-2]]}
                         yield with_layers(plan, {**layers, **ends})
@@ -237,7 +237,8 @@ class Mixer:
         for front, names in places:
             seconds = every[self._sections.kinds.index(self._config.layers[names[-1]].kind)]
             for column in sorted(front.tolist(), key=lambda column: float(seconds[column]))[:OTHERS]:
-                yield with_layers(plan, {**strategies, **dict.fromkeys(names, choices.strategies[column][0])})
+                changed: dict[str, Strategy] = dict.fromkeys(names, choices.strategies[column][0])
+                yield with_layers(plan, {**strategies, **changed})
 
     def _plan(self, outline: PlanOutline, choices: Choices, mix: Mix) -> Plan:
         """Return the plan of a mix."""

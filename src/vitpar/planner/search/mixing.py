@@ -17,7 +17,7 @@ from vitpar.planner.search.loads import Array, Indices, undominated
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.ranking import BestPlans, SearchEffort
 from vitpar.planner.search.tables import LayerTable
-from vitpar.strategy import Plan
+from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.stages import split_blocks
 
 OVER = 0.7

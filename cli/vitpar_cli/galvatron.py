@@ -1,7 +1,6 @@
 """`vitpar galvatron`: import and export Galvatron's strategy files, and import its profiles."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, origin_words, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe
 
+LEFT_OUT = "The file does not say the precision, nor whether tp has +sp. Keys that it lacks have Galvatron's defaults."
 MERGING = "Layers that merge patches have the strategy of embed in Galvatron. In vitpar they belong to the next block."
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,8 +37,8 @@ def import_command(
 
     Example: vitpar galvatron import plan_23GB.json --world-size 4 --out plan.json
     """
-    from vitpar.strategy.galvatron import read_galvatron, unlisted_blocks
-    from vitpar.strategy.plan_json import plan_to_json, write_plan
+    from vitpar.strategy.galvatron import from_galvatron, unlisted_blocks
+    from vitpar.strategy.plan_json import plan_to_json, read_json, write_plan
     from vitpar.text import count
 
     asked.refuse_idle("an import")
@@ -47,25 +47,21 @@ def import_command(
         raise RecipeError("--set is given without --model: name the model whose settings it changes")
     config = planned_recipe(asked).config(1000) if model else None
     unlisted = unlisted_blocks(config.layers.values()) if config else ()
-    read = read_galvatron(file, world_size, config.num_blocks if config else None, unlisted)
+    read = from_galvatron(read_json(file), world_size, config.num_blocks if config else None, unlisted)
+    notes = [LEFT_OUT]
     if config and len(config.block_kinds) > 1 and not unlisted and not read.plan.is_uniform:
-        read = replace(read, notes=(*read.notes, MERGING))
+        notes.append(MERGING)
     if out is not None:
         write_plan(out, read.plan)
     if as_json:
-        record = {
-            **origin(),
-            "plan": plan_to_json(read.plan),
-            "strategy": str(read.plan),
-            "batch_size": read.batch_size,
-        }
-        typer.echo(json.dumps({**record, "blocks": read.num_blocks, "notes": list(read.notes)}))
+        plan = {"plan": plan_to_json(read.plan), "strategy": str(read.plan), "batch_size": read.batch_size}
+        typer.echo(json.dumps({**origin(), **plan, "blocks": read.num_blocks, "notes": notes}))
         return
     typer.echo(f"{read.plan}")
     typer.echo(origin_words(origin()))
     parts = count(read.plan.microbatches or 1, "micro-batch")
     typer.echo(f"{count(read.num_blocks, 'block')}, batch {read.batch_size}, {parts} per step")
-    for note in read.notes:
+    for note in notes:
         say(f"note: {note}")
     if out is not None:
         typer.echo(f"plan written to {out}: train with --mesh {out} --batch-size {read.batch_size}")
@@ -83,13 +79,15 @@ def export_command(
     Example: vitpar galvatron export pp2xfsdp2xtp2 --model vit_huge_patch14_224 --batch-size 64 --out galvatron.json
     """
     merged = (asked | {"parallel.mesh": strategy}).read()
-    from vitpar.strategy.galvatron import unlisted_blocks, write_galvatron
+    from vitpar.strategy.galvatron import to_galvatron, unlisted_blocks
+    from vitpar.strategy.plan_json import write_text
 
     config = merged.config(1000)
     plan = merged.plan(config)
     costs = [float(flops) for flops in config.layer_flops.values()]
     unlisted = unlisted_blocks(config.layers.values())
-    write_galvatron(out, plan, config.num_blocks, merged.train.batch_size, costs, unlisted)
+    content = to_galvatron(plan, config.num_blocks, merged.train.batch_size, costs, unlisted)
+    write_text(out, json.dumps(content, indent=2) + "\n")
     typer.echo(f"{plan} of {config.name} written to {out}")
 
 
@@ -128,14 +126,14 @@ def profiles_command(
     asked.refuse_idle("an import")
     refuse_unwritable(hardware_out, model_out)
     merged = planned_recipe(asked)
-    machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)), hardware.resolve().name)
+    machine = import_hardware(hardware, nodes, devices, int(parse_size(memory)))
     precision = merged.with_precision(automatic_precision(None, machine.device)).train.precision
-    model_profile = import_model(profiled, merged.config(num_classes), precision)
+    config = merged.config(num_classes)
+    model_profile = import_model(profiled, config, precision)
     machine.save(hardware_out)
     model_profile.save(model_out)
     typer.echo(origin_words(origin()))
-    kinds = merged.config(num_classes).kinds
-    blocks = next(layer for layer in model_profile.layers if kinds[layer.layer].is_block)
+    blocks = next(layer for layer in model_profile.layers if config.kinds[layer.layer].is_block)
     sizes = [str(timing.size) for timing in blocks.forward.timings]
     batches = f"blocks profiled with batches of {', '.join(sizes)}"
     typer.echo(f"{len(machine.links)} links of {nodes}x{devices} {machine.name} written to {hardware_out}")

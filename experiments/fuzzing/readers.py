@@ -243,7 +243,7 @@ def read_profiles(place: Path) -> None:
     tolerated(lambda: cluster.find_cluster(str(place / "cluster.toml")).hardware())
     tolerated(profiles.Hardware.read, place / "hardware.json")
     tolerated(profiles.ModelProfile.read, place / "model.json")
-    tolerated(galvatron.import_hardware, place, 1, 8, 80 << 30, "H100")
+    tolerated(galvatron.import_hardware, place, 1, 8, 80 << 30)
     galvatron.import_model(place, vit_huge_32(), "fp32")
 
 

@@ -78,5 +78,5 @@ def write_profiles(folder: Path) -> None:
 def imported(folder: Path) -> LayerCosts:
     """Return vitpar's costs for the same machine and model, from the files in `folder`."""
     config = vit_huge_32()
-    hardware = import_hardware(folder, 1, GPUS, 24 * 10**9, "8 GPUs on PCIe")
+    hardware = import_hardware(folder, 1, GPUS, 24 * 10**9)
     return LayerCosts(config, hardware, import_model(folder, config, "fp32"))

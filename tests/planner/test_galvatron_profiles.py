@@ -61,7 +61,7 @@ def test_search_finds_the_optimum_of_galvatrons_cost_model(costs: LayerCosts, gi
 
 
 def test_imported_links_have_galvatrons_times(folder: Path) -> None:
-    hardware = import_hardware(folder, 1, 8, 10**9, "drawn")
+    hardware = import_hardware(folder, 1, 8, 10**9)
     link = next(li for li in hardware.links if (li.operation, li.ranks, li.stride) == ("all_reduce", 4, 2))
     assert link.seconds(100 * MB) == pytest.approx(2 * 3 / 4 * 100 * 0.22014 / 1e3)
     assert hardware.overlap is not None and hardware.overlap.communication == 1.3
@@ -71,7 +71,7 @@ def test_times_by_message_size_take_precedence(folder: Path, tmp_path: Path) -> 
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     times = {"allreduce_size_8_1MB_time": 0.5, "allreduce_size_8_2MB_time": 0.6, "all2all_size_8_1MB_time": 0.3}
     (tmp_path / "sp_time_1nodes_8gpus_per_node.json").write_text(json.dumps(times))
-    links = {(li.operation, li.ranks, li.stride): li for li in import_hardware(tmp_path, 1, 8, 10**9, "drawn").links}
+    links = {(li.operation, li.ranks, li.stride): li for li in import_hardware(tmp_path, 1, 8, 10**9).links}
     assert links["all_reduce", 8, 1].seconds(2 * MB) == pytest.approx(0.6e-3)
     assert links["reduce_scatter", 8, 1].seconds(2 * MB) == pytest.approx(0.3e-3)
     assert links["all_to_all", 8, 1].seconds(MB) == pytest.approx(0.3e-3)
@@ -116,9 +116,9 @@ def test_microbatches_below_the_profiled_batch_are_not_free(folder: Path, tmp_pa
     [
         ({"computation_profiling_fp32_all.json": {"layertype_0_bsz8_seq257": 1.0}}, "no layertype_0 of 196 tokens"),
         ({"memory_profiling_fp32_all.json": {}}, "no layertype_0 of 196 tokens"),
-        ({"memory_profiling_fp32_all.json": [1]}, "has no JSON object"),
+        ({"memory_profiling_fp32_all.json": [1]}, "Input should be a valid dictionary"),
         ({"computation_profiling_other.json": {}}, "2 files"),
-        ({"allreduce_bandwidth_1nodes_8gpus_per_node.json": {}}, "no allreduce_size"),
+        ({"p2p_bandwidth_1nodes_8gpus_per_node.json": {"pp_size_2": 0}}, "pp_size_2: Input should be greater"),
     ],
 )
 def test_invalid_galvatron_profiles_are_refused(
@@ -128,7 +128,7 @@ def test_invalid_galvatron_profiles_are_refused(
     for name, found in change.items():
         (tmp_path / name).write_text(json.dumps(found))
     with pytest.raises(PlannerError, match=words):
-        import_hardware(tmp_path, 1, 8, 10**9, "drawn")
+        import_hardware(tmp_path, 1, 8, 10**9)
         import_model(tmp_path, vit_huge_32(), "fp32")
 
 
@@ -158,7 +158,9 @@ def write_profile(folder: Path, target: Path, tokens: tuple[int, ...], other: st
     raw = {f"layernum[1,1,1]_bsz4_seq{every}": 20.0, f"layertype_{other}_bsz4_seq{every}": 2.0}
     memory = {
         f"layertype_{n}": {
-            str(seq): {"tp_activation_per_bsz_dict": {"1": 10.0 * (n + 1), "2": 6.0 * (n + 1), "checkpoint": 1.0}}
+            str(seq): {
+                "tp_activation_per_bsz_dict": {"1": 10.0 * (n + 1), "2": 6.0 * (n + 1), "8": 2.0, "checkpoint": 1.0}
+            }
         }
         for n, seq in enumerate(tokens)
     }
@@ -183,7 +185,7 @@ def test_layer_types_of_a_swin_become_its_kinds_of_blocks(folder: Path, tmp_path
     assert ("stage1", "tp2") not in found and found["stage2", "tp2"].forward.seconds(8) == pytest.approx(8e-3)
     assert found["embed", "tp1"].forward.seconds(4) == pytest.approx(4e-3)
     assert {layer.layer for layer in model.layers if layer.checkpoint == "full"} == {*config.kinds}
-    hardware = import_hardware(folder, 1, 8, 10**9, "drawn")
+    hardware = import_hardware(folder, 1, 8, 10**9)
     space = Space(config, 8, (64,), flags=("ckpt",), tensors=model.tensors, schedules=("1f1b",))
     best = Search(space, LayerCosts(config, hardware, model)).best(float("inf")).plans[0]
     assert validate(best.plan, config, 64) == best.plan
@@ -201,21 +203,21 @@ def test_layer_types_of_a_t5_become_its_encoder_and_decoder(folder: Path, tmp_pa
         assert found[kind, "tp1"].forward.seconds(4) == pytest.approx(4 * milliseconds / 1e3)
         assert found[kind, "tp2"].forward.seconds(4) == pytest.approx(2 * milliseconds / 1e3)
         assert found[kind, "tp1"].saved.of(1) == megabytes * MB
-    hardware = import_hardware(folder, 1, 8, 10**9, "drawn")
+    hardware = import_hardware(folder, 1, 8, 10**9)
     space = Space(config, 8, (64,), flags=("ckpt",), tensors=model.tensors, schedules=("1f1b",))
     best = Search(space, LayerCosts(config, hardware, model)).best(float("inf")).plans[0]
     assert validate(best.plan, config, 64) == best.plan
-    with pytest.raises(PlannerError, match=r"no layertype_1 of 16 tokens \(it has 8\)"):
+    with pytest.raises(PlannerError, match="no layertype_1 of 16 tokens"):
         import_model(tmp_path, model_config("t5_small", tokens=24, decoder_tokens=16), "fp32")
 
 
 @pytest.mark.parametrize("other", ["other", "other_0"])
 def test_profile_of_a_bert_is_read(folder: Path, tmp_path: Path, other: str) -> None:
-    """The BERT profiles that Galvatron ships have "other_0"."""
+    """The BERT profiles that Galvatron ships have "other_0", and tp8, which does not divide the 12 heads."""
     write_profile(folder, tmp_path, (128,), other)
     model = import_model(tmp_path, model_config("bert_base", tokens=128), "fp32")
     found = {(layer.layer, layer.tensor): layer for layer in model.layers if layer.checkpoint == "none"}
     assert [found[kind, "tp1"].forward.seconds(4) for kind in ("block", "embed", "head")] == [4e-3, 4e-3, 4e-3]
-    assert found["block", "tp2"].saved.of(1) == 6 * MB
+    assert found["block", "tp2"].saved.of(1) == 6 * MB and model.tensors == ("tp1", "tp2")
     with pytest.raises(PlannerError, match="no layertype_0 of 512 tokens"):
         import_model(tmp_path, model_config("bert_base"), "fp32")

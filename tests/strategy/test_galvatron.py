@@ -2,19 +2,17 @@
 
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.galvatron_files import FILES, HUGE, LAYERWISE, OLD, SMALL, column
+from helpers.galvatron_files import FILES, SMALL, column
 from vitpar.errors import StrategyError
 from vitpar.strategy import Axis, Plan, Strategy, parse
-from vitpar.strategy.galvatron import from_galvatron, read_galvatron, to_galvatron, write_galvatron
+from vitpar.strategy.galvatron import from_galvatron, to_galvatron
 from vitpar.strategy.layout import place
 
 
@@ -185,50 +183,3 @@ def test_consecutive_flag_places_tp_ranks(flag: int, groups: list[str]) -> None:
 )
 def test_keys_change_the_imported_layers(changes: dict[str, Any], text: str) -> None:
     assert from_galvatron(SMALL | changes, 8).plan.layers == parse(text).layers
-
-
-PRECISION = "The file does not say the precision."
-PRECISION_AND_SP = "The file does not say the precision, nor whether tp has sequence parallelism (+sp)."
-ZERO2 = "Galvatron's zero2 keeps unsharded gradients until the last micro-batch, unless run-time options differ."
-FLAGS = "The file lacks keys that are run-time flags in Galvatron, assumed as default: "
-
-
-@pytest.mark.parametrize(
-    ("data", "ranks", "notes"),
-    [
-        (HUGE, 4, [f"{FLAGS}embed_sdp as 0.", PRECISION_AND_SP]),
-        (HUGE | {"vocab_sdp": 0}, 4, [PRECISION_AND_SP]),
-        (HUGE | {"vocab_sdp": 0, "chunks": -1}, 4, ["chunks is -1, which Galvatron resolves to 1.", PRECISION_AND_SP]),
-        (HUGE | {"vtp": 4}, 4, [PRECISION_AND_SP]),
-        (LAYERWISE, 8, [PRECISION_AND_SP]),
-        (LAYERWISE | {"chunks": 2}, 8, [ZERO2, PRECISION_AND_SP]),
-        (LAYERWISE | {"chunks": 2, "dp_types_enc": column((1, 32))}, 8, [PRECISION_AND_SP]),
-        (OLD, 16, [f"{FLAGS}pipeline_type as gpipe.", PRECISION]),
-        (
-            SMALL | {"chunks": -1, "global_bsz": 128},
-            8,
-            [
-                "chunks is -1, which Galvatron resolves to 8.",
-                f"{FLAGS}pipeline_type as gpipe, default_dp_type as ddp, embed_sdp as 0.",
-                PRECISION_AND_SP,
-            ],
-        ),
-    ],
-)
-def test_import_notes_name_what_the_file_leaves_open(data: dict[str, Any], ranks: int, notes: Iterable[str]) -> None:
-    assert from_galvatron(data, ranks).notes == tuple(notes)
-
-
-def test_written_file_reads_back(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text("an older plan")
-    plan = replace(parse("pp1: 0=fsdp4+ckpt, *=dp2xtp2"), microbatches=1)
-    write_galvatron(path, plan, 2, 8)
-    assert path.read_text().startswith(
-        '{\n  "pp_deg": 1,\n  "tp_sizes_enc": "1,2",\n  "tp_consecutive_flags": "1,1",\n'
-    )
-    assert path.read_text().endswith('  "vcp": 1\n}\n')
-    assert read_galvatron(path, 4, 2).plan == replace(
-        parse("pp1: embed=dp2xtp2, 0=fsdp4+ckpt, 1=dp2xtp2, head=dp2xtp2"), microbatches=1
-    )
-    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]

@@ -237,8 +237,8 @@ class Mixer:
         for front, names in places:
             seconds = every[self._sections.kinds.index(self._config.layers[names[-1]].kind)]
             for column in sorted(front.tolist(), key=lambda column: float(seconds[column]))[:OTHERS]:
-                changed: dict[str, Strategy] = dict.fromkeys(names, choices.strategies[column][0])
-                yield with_layers(plan, {**strategies, **changed})
+                other: Strategy = choices.strategies[column][0]
+                yield with_layers(plan, {**strategies, **dict.fromkeys(names, other)})
 
     def _plan(self, outline: PlanOutline, choices: Choices, mix: Mix) -> Plan:
         """Return the plan of a mix."""

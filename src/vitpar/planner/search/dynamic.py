@@ -7,6 +7,7 @@ blocks as fit into memory and a cap of time; bisection finds the lowest cap unde
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +21,8 @@ BINS = 96
 """Labels of a token layout that are kept at most, by their bytes."""
 CLOSE = 1.01
 """Ratio of a cap that holds to one that does not, at which bisection stops."""
-ALTERNATIVES = 4
-"""Ways to run the last stage that are returned."""
+ALTERNATIVES = 10
+"""Mixes that are returned at most, also with the same stages but the last."""
 SIMPLER = 1e-5
 """Relative seconds that a change of strategy within a stage counts."""
 
@@ -75,19 +76,18 @@ class Programme:
         self._delays = not table.outline.pipeline.splits_backward
 
     def best(self, limit: float) -> list[Mix]:
-        """Return the fastest mix that takes less than `limit` seconds, and some with another last stage; maybe none."""
-        best = held = self._within(limit, limit) if limit > 0 else []
-        if not held or self._stages == 1:
-            return best
-        low = held[0].slowest / self._stages
-        while held[0].slowest > CLOSE * low:
+        """Return the fastest mixes that were found of those that take less than `limit` seconds, the fastest first."""
+        held = self._within(limit, limit) if limit > 0 else []
+        found = held
+        low = held[0].slowest / self._stages if held and self._stages > 1 else math.inf
+        while held and held[0].slowest > CLOSE * low:
             cap = (held[0].slowest * low) ** 0.5
             mixes = self._within(cap, limit)
             if not mixes:
                 low = cap
             else:
-                held, best = mixes, min(best, mixes, key=lambda each: each[0].seconds)
-        return best
+                held, found = mixes, found + mixes
+        return sorted(found, key=lambda one: one.seconds)[:ALTERNATIVES]
 
     def _within(self, cap: float, limit: float) -> list[Mix]:
         """Return mixes of at most `limit` seconds whose stages take at most `cap` each, the fastest first."""
@@ -128,8 +128,7 @@ class Programme:
         table, last = self._table, number == self._stages - 1
         sums = table.sums(number)
         # Messages have the smaller parts of both sides. Those of the next stage are not known yet.
-        arriving = np.minimum(table.sent, table.sent[list(former)]) if former else table.images
-        leaving = 0.0 * table.sent if last else table.sent
+        arriving = np.minimum(table.sent(start), table.sent(start)[list(former)]) if former else table.images
         memory = float(self._memory[number])
         first = np.zeros((1, 8))
         # Neighbours that exchange messages take as long as these and the work of one of both (`bounds.queueing`).
@@ -142,7 +141,7 @@ class Programme:
             steps.append(step)
             if not len(step.columns):
                 break
-            peaks = step.peaks + leaving[step.columns]
+            peaks = step.peaks if last else step.peaks + table.sent(layer + 1)[step.columns]
             labels = np.nonzero(peaks <= memory)[0]
             if len(labels) and (layer == self._last if last else layer > 0):
                 fastest = step.sums[labels][:, TIMES].max(1).argsort(kind="stable")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, permutations
+from itertools import accumulate, pairwise, permutations
 
 import numpy as np
 
@@ -206,14 +206,17 @@ class Mixer:
             if all(section.fits(other) for (_, present), section in places if present == one):
                 layers = {name: other if present == one else present for name, present in strategies.items()}
                 yield with_layers(plan, layers)
-        for place, pair in enumerate(pairwise(names)):
-            if strategies[pair[0]] != strategies[pair[1]]:
-                for changed, kept in ((0, 1), (1, 0)):
-                    if sections[place + changed].fits(strategies[pair[kept]]):
-                        layers = {**strategies, pair[changed]: strategies[pair[kept]]}
-                        yield with_layers(plan, layers)
-                        ends = {names[0]: layers[names[1]], names[-1]: layers[names[-2]]}
-                        yield with_layers(plan, {**layers, **ends})
+        # Blocks where the strategy or the stage changes, with another one of the plan's strategies.
+        begins = {1 + begin for begin in accumulate(sizes)} | {1}
+        for place, (before, behind) in enumerate(pairwise(names)):
+            if strategies[before] != strategies[behind] or place + 1 in begins:
+                for changed, section in ((before, sections[place]), (behind, sections[place + 1])):
+                    for other in plan.distinct:
+                        if other != strategies[changed] and section.fits(other):
+                            layers = {**strategies, changed: other}
+                            yield with_layers(plan, layers)
+                            ends = {names[0]: layers[names[1]], names[-1]: layers[names[-2]]}
+                            yield with_layers(plan, {**layers, **ends})
         yield from self._others(best)
 
     def _others(self, best: Price) -> Iterator[Plan]:

@@ -45,8 +45,7 @@ class LayerTable:
         self.action = 2 * machine.action
         """Seconds of a micro-batch outside layers, on each stage."""
         each = machine.overhead if outline.pipeline.pipeline_degree == 1 else 2 * machine.action
-        self.sent = outline.microbatches * machine.tokens * choices.token_share
-        """Bytes of the receive buffers for the messages of a step, which torch keeps throughout, by column."""
+        self._message = outline.microbatches * machine.tokens * choices.token_share
         self.images = machine.images * choices.image_share
         """Bytes of a batch's images, by column."""
         self.overhead = outline.microbatches * each + machine.norm
@@ -58,6 +57,11 @@ class LayerTable:
             sums = self._sums[number] = layer_sums(self.outline, self.choices, self.machine, number)
             sums.layers[: EACH + 1] *= self.scale
         return self._sums[number]
+
+    def sent(self, layer: int) -> Array:
+        """Return the bytes of a step's messages in front of a layer, for which torch keeps buffers, by column."""
+        takes = self.sections.takes
+        return takes[layer - 1] / min(takes[:-1]) * self._message
 
     def moved(self, layer: int) -> Array:
         """Return the seconds per micro-batch of redistribution in front of a layer, [layout before, layout behind].

@@ -12,7 +12,7 @@ from vitpar.planner.cost.links import Groups, Links, layer_groups
 from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
 from vitpar.planner.cost.teacher import PlannedTeacher
 from vitpar.planner.profile.activations import frozen_share, passing_elements
-from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
+from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped, at_pace
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import REDUCE_DTYPES, Rules
 from vitpar.strategy.precisions import PRECISION_TYPES
@@ -37,7 +37,7 @@ class LayerCosts:
         teacher: PlannedTeacher | None = None,
     ) -> None:
         # The speed of CPU cores drifts between measurements: scale the hardware to the speed of the model's profile.
-        hardware = hardware.at_pace(model.pace)
+        hardware = at_pace(hardware, model.pace)
         overlap = hardware.overlap and hardware.overlap.at_most_in_turn()
         self.whole, self.frozen, self.hardware = config, frozen, hardware.model_copy(update={"overlap": overlap})
         self.config, self.teacher = with_frozen(config, frozen), teacher

@@ -37,7 +37,7 @@ from vitpar.planner.measure.sending import message, most_nodes, overlap, own_gro
 from vitpar.planner.measure.steps import Training
 from vitpar.planner.profile.cluster import group_shapes, operations
 from vitpar.planner.profile.curves import Curve, Timing
-from vitpar.planner.profile.profiles import Hardware, Host, Link, Matmul
+from vitpar.planner.profile.profiles import Hardware, Host, Link, Matmul, at_pace
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import replace_auto_precision
 from vitpar.strategy import parse, validate
@@ -146,7 +146,7 @@ def profile_hardware(
         pace=clock.pace,
         measured=date_and_versions(),
     )
-    return profile.at_pace(clock.usual)
+    return at_pace(profile, clock.usual)
 
 
 def _host(clock: Clock, effort: MeasureEffort) -> Host:

@@ -13,7 +13,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS, Memory
 from vitpar.planner.cost.price import price
-from vitpar.planner.cost.teacher import PlannedTeacher
+from vitpar.planner.cost.records import PlannedTeacher
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.remedies import less_memory, smaller_batch

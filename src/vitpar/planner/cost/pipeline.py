@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 
@@ -59,6 +59,11 @@ class Event:
     """Second of the step at which it ends."""
     arrived: float | None = None
     """Second at which the message from another stage that it needs has arrived; None if it needs none."""
+
+    def later(self, seconds: float) -> Event:
+        """Return the event some seconds later."""
+        arrived = None if self.arrived is None else self.arrived + seconds
+        return replace(self, start=self.start + seconds, end=self.end + seconds, arrived=arrived)
 
 
 @dataclass

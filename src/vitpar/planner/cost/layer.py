@@ -72,8 +72,26 @@ class LayerCosts:
     def position(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         """Return the strategy's groups and execution at this place in the pipeline."""
         key = strategy, where
-        if key not in self._seats:
-            self._seats[key] = self._seated(*key)
+        if key in self._seats:
+            return self._seats[key]
+        groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node, where.stage)
+        dp, fsdp, tp = (strategy.degree(role) for role in ("dp", "fsdp", "tp"))
+        rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
+        wrapped = rules.wraps(strategy)
+        arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k, where.splits
+        # The order of the axes does not change what a rank stores.
+        sizes = dp, fsdp, tp, strategy.tensor_flag, strategy.zero, strategy.offload
+        parameters = *sizes, wrapped, groups.shard, groups.replicate, groups.partial
+        self._seats[key] = PipelinePosition(
+            strategy,
+            tensor_name(strategy),
+            groups,
+            {kind: rules.of(strategy, layer) for kind, layer in self.config.kinds.items()},
+            dp * fsdp,
+            where.splits,
+            computes=self._alike.setdefault(arithmetic, len(self._alike)),
+            keeps=self._alike.setdefault(parameters, len(self._alike)),
+        )
         return self._seats[key]
 
     def work(self, kind: LayerKind, position: PipelinePosition, rows: int) -> Work:
@@ -123,34 +141,6 @@ class LayerCosts:
         if model.device == "cuda":
             return float("inf")
         return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
-
-    def _seated(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
-        """Compute what `position` caches."""
-        groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node, where.stage)
-        data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
-        rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
-        wrapped = rules.wraps(strategy)
-        arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k, where.splits
-        # The order of the axes does not change what a rank stores.
-        sizes = (
-            strategy.degree("dp"),
-            strategy.degree("fsdp"),
-            tp,
-            strategy.tensor_flag,
-            strategy.zero,
-            strategy.offload,
-        )
-        parameters = *sizes, wrapped, groups.shard, groups.replicate, groups.partial
-        return PipelinePosition(
-            strategy,
-            tensor_name(strategy),
-            groups,
-            {kind: rules.of(strategy, layer) for kind, layer in self.config.kinds.items()},
-            data,
-            where.splits,
-            computes=self._alike.setdefault(arithmetic, len(self._alike)),
-            keeps=self._alike.setdefault(parameters, len(self._alike)),
-        )
 
     def _worked(self, kind: LayerKind, position: PipelinePosition, rows: int) -> Work:
         """Compute what `work` caches."""

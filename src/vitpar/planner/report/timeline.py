@@ -112,12 +112,6 @@ class _Recorder(Streams):
         sent = [Span(SENDS, self._awaited.get(job, "gradients"), a, b, number) for job, a, b, number in self._jobs]
         return [*self._spans, *sent]
 
-    def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
-        """Record the computing."""
-        begun = self.at
-        super().compute(seconds, what, skew)
-        self._note(COMPUTES, what, begun)
-
     def wait(self, job: Transfer | None, what: str) -> None:
         """Record what the rank waits for; all transfers that nothing waited for are gradients."""
         if job is not None:
@@ -127,21 +121,19 @@ class _Recorder(Streams):
     def meet(self) -> None:
         begun = self.at
         super().meet()
-        self._note(COMPUTES, "uneven", begun)
+        self._note("uneven", begun)
 
-    def block(self, seconds: float, what: str, across: bool | None = None) -> None:
-        if seconds > 0:
-            self.meet()
-        begun = self.at
-        super().block(seconds, what, across)
-        self._note(COMPUTES if what in (*LOCAL, "backward") else SENDS, what, begun)
+    def _book(self, what: str, begun: float) -> None:
+        super()._book(what, begun)
+        self._note(what, begun)
 
     def _advance(self, seconds: float, heads: list[Transfer], rates: list[float], across: bool = False) -> None:
         """Record the background transfers that progress."""
         self._jobs += [(head, self.at, self.at + seconds, self.microbatch) for head in heads]
         super()._advance(seconds, heads, rates, across)
 
-    def _note(self, row: str, what: str, begun: float) -> None:
+    def _note(self, what: str, begun: float) -> None:
         """Record a span from `begun` until now, unless it is empty."""
         if self.at > begun:
+            row = COMPUTES if what in (*LOCAL, "forward", "backward") else SENDS
             self._spans.append(Span(row, what, begun, self.at, self.microbatch))

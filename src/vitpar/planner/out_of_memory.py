@@ -11,13 +11,9 @@ from typing import TYPE_CHECKING
 from vitpar.errors import DataError, DeviceMemoryError, PlannerError, RecipeError, StrategyError, UserError
 from vitpar.launch.resources import host_memory
 from vitpar.models.config import ModelConfig
-from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS, Memory
 from vitpar.planner.cost.price import price
-from vitpar.planner.cost.records import PlannedTeacher
-from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.sources import planned_teacher
+from vitpar.planner.sources import estimated_costs, planned_teacher
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan, batch_arithmetic, place_of_rank, validate
 from vitpar.tasks.image_data import held_bytes
@@ -62,46 +58,30 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return matches or is_out_of_memory(error.__cause__)
 
 
-def estimate_memory(
-    config: ModelConfig,
-    plan: Plan,
-    batch_size: int,
-    precision: str,
-    num_moments: float,
-    frozen: frozenset[str] = frozenset(),
-    teacher: PlannedTeacher | None = None,
-    held: int = 0,
-) -> tuple[Memory, ...]:
-    """Return the predicted memory of the fullest rank at each place of the pp axis, without measuring anything.
+def memory_of(recipe: Recipe, config: ModelConfig, plan: Plan, device_type: str) -> tuple[Memory, ...]:
+    """Return the predicted memory of a recipe's training, of the fullest rank at each place of the pp axis.
+
+    Nothing is measured. The images that each GPU holds count; ranks that compute on CPUs hold them together.
 
     plan: validated plan
-    num_moments: copies of the parameters that the optimizer and the running average keep
-    frozen: names of the parameters that are not trained
-    teacher: teacher of the model; None for none
-    held: bytes of images that each rank holds
 
     Raises PlannerError if the plan cannot be priced.
     """
+    train = recipe.train
     # Any cluster does: its rates only affect times.
-    nodes = -(-plan.world_size // 8)
-    hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)
-    profile = estimate_model(config, precision, hardware, tensors(config, plan.stage_size))
-    costs = LayerCosts(config, hardware, profile, frozen, teacher)
-    costs.reserve(held)
-    return price(plan, costs, batch_size, num_moments).memory
-
-
-def memory_of(recipe: Recipe, config: ModelConfig, plan: Plan, device_type: str) -> tuple[Memory, ...]:
-    """Return `estimate_memory` of a recipe's training, with the images that each GPU holds.
-
-    The ranks of a machine that compute on CPUs hold them together.
-    """
-    held = 0
+    costs = estimated_costs(
+        config,
+        f"{-(-plan.world_size // 8)}x8xH100",
+        train.precision,
+        compiled=False,
+        ranks=plan.world_size,
+        frozen=recipe.frozen(config),
+        teacher=planned_teacher(recipe, config),
+    )
     if device_type == "cuda":
         with suppress(DataError):  # it is raised where the data are used
-            held = held_bytes(recipe, config)
-    train, beside = recipe.train, (recipe.frozen(config), planned_teacher(recipe, config), held)
-    return estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe, config), *beside)
+            costs.reserve(held_bytes(recipe, config))
+    return price(plan, costs, train.batch_size, moments(recipe, config)).memory
 
 
 def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ranks: int) -> None:

@@ -71,7 +71,7 @@ def summarize(
     frozen: names of the parameters that are not trained
     bytes_per_frozen: bytes per element of these, as `frozen_bytes` counts them
     """
-    batch = batch_arithmetic(plan, batch_size)
+    batch, pp = batch_arithmetic(plan, batch_size), plan.pipeline_degree
     return {
         "model": config.name,
         "num_classes": config.num_classes,
@@ -83,7 +83,7 @@ def summarize(
         "batch": asdict(batch),
         "idle_share": idle_share(plan, batch.microbatches),
         "pipeline": _pipeline(with_frozen(config, frozenset(frozen)), plan, (bytes_per_parameter, bytes_per_frozen)),
-        "pipeline_axis": _axis("pp", plan.pipeline_degree, _PIPELINE_WORDS) if plan.pipeline_degree > 1 else None,
+        "pipeline_axis": {"axis": "pp", "degree": pp, "communication": _PIPELINE_WORDS} if pp > 1 else None,
         "travel": [layout[0].share for layout in travel_layouts(config, plan)],
         "strategies": _strategies(config, plan),
         "redistributions": _redistributions(config, plan),
@@ -97,10 +97,6 @@ def summarize(
 def shown_axis(strategy: Strategy, axis: str) -> str:
     """Return the label of an axis of a layer's mesh: "tp" if tensor parallelism has a single axis."""
     return "tp" if strategy.tensor_mode == "1d" and axis == "j" else axis
-
-
-def _axis(name: str, degree: int, communication: str) -> Summary:
-    return {"axis": name, "degree": degree, "communication": communication}
 
 
 def _pipeline(config: ModelConfig, plan: Plan, sizes: tuple[float, float]) -> list[Summary]:
@@ -209,7 +205,7 @@ def _axis_words(strategy: Strategy, plan: Plan, layers: Sequence[LayerDescriptio
             words = _data_words(axis, strategy, plan, typical)
         else:
             words = _tensor_words(axis, strategy, typical)
-        summaries.append(_axis(shown_axis(strategy, axis), degree, words))
+        summaries.append({"axis": shown_axis(strategy, axis), "degree": degree, "communication": words})
     return summaries
 
 

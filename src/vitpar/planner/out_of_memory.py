@@ -1,4 +1,4 @@
-"""Explanation of a CUDA out-of-memory error: predicted need, available memory, remedies."""
+"""Predicted memory of a training, and messages where it is too much: need, available memory, what needs less."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
 
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import placed
@@ -80,17 +79,13 @@ def messages(price: Price) -> tuple[SentMessage, ...]:
 def _joined(spans: list[Span]) -> tuple[Span, ...]:
     """Merge neighbouring spans of the same action."""
     joined: list[Span] = []
-    for row in (COMPUTES, SENDS):
-        mine = sorted((span for span in spans if span.row == row), key=lambda span: span.start)
-        starts = [0] + [
-            number
-            for number, (one, two) in enumerate(pairwise(mine), start=1)
-            if (one.what, one.microbatch) != (two.what, two.microbatch) or two.start - one.end > 1e-9
-        ]
-        for first, after in pairwise([*starts, len(mine)]):
-            if first < after:
-                begun, end = mine[first], mine[after - 1]
-                joined.append(Span(row, begun.what, begun.start, end.end, begun.microbatch))
+    for span in sorted(spans, key=lambda span: (span.row, span.start)):
+        last = joined[-1] if joined else None
+        alike = last and (last.row, last.what, last.microbatch) == (span.row, span.what, span.microbatch)
+        if last and alike and span.start - last.end <= 1e-9:
+            joined[-1] = replace(last, end=span.end)
+        else:
+            joined.append(span)
     return tuple(sorted(joined, key=lambda span: (span.start, span.row)))
 
 

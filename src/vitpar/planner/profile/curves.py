@@ -1,4 +1,4 @@
-"""What profiles consist of: records in JSON files, checked key by key when read, measured points, and curves."""
+"""Records of which profiles consist: JSON files that are checked key by key when read, measured points, and curves."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Links:
 
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._link = cache(self._closest)
+        self._closest_links: dict[tuple[str, RankGroup], tuple[Link, float, float]] = {}
 
     def seconds(self, operation: str, group: RankGroup, size: float) -> float:
         """Return the seconds of an operation on `size` bytes, which are counted as in `Link`.
@@ -48,6 +48,13 @@ class Links:
     def scratch(self, operation: str, group: RankGroup, size: float) -> float:
         """Return the transient bytes of an operation on `size` bytes, apart from its inputs and outputs."""
         return 0.0 if group.alone or not size else self._link(operation, group)[0].scratch(size)
+
+    def _link(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
+        """Return `_closest` from a cache, which is pickled with the costs that ranks are given."""
+        key = operation, group
+        if key not in self._closest_links:
+            self._closest_links[key] = self._closest(operation, group)
+        return self._closest_links[key]
 
     def _closest(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends."""

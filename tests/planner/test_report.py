@@ -164,10 +164,10 @@ def test_report_page_names_the_source_of_its_figures(found: dict[str, Any]) -> N
 
 
 def test_the_chart_has_every_plan_of_the_table(found: dict[str, Any]) -> None:
-    """A search whose time is over has no frontier; the plans of the table are drawn nevertheless."""
+    """Without searches for less memory, the plans of the table are drawn nevertheless."""
     searching = Search(Space(CONFIG, 4, (256,), "bf16", flags=("ckpt",)), costs_of())
     result = searching.best(20e9)
-    searching.frontier(result.plans[0], until=0.0)
+    searching._searched.add((result.plans[0].plan, result.plans[0].batch_size))
     short = data.search_record(searching, result, 20e9, ORIGIN)
     small = short | {"memory_budget_bytes": 5e9}
     for one in (found, short, small, short | {"frontier": short["frontier"][:1]}):

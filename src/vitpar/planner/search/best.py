@@ -93,7 +93,8 @@ class Search(CostedSpace):
     def _short(self) -> SearchEffort:
         """Limits of the searches for smaller budgets, whose plans are mainly alternatives."""
         effort = self.effort
-        return replace(effort, tolerance=0.01, outlines=effort.outlines // 4, mixes=2, changes=0, patient=False)
+        seconds = min(3.0, effort.seconds)
+        return replace(effort, tolerance=0.01, outlines=10, mixes=2, changes=0, seconds=seconds, patient=False)
 
     def _uniform(
         self,

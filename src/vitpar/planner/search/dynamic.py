@@ -23,7 +23,7 @@ CLOSE = 1.01
 """Ratio of a cap that holds to one that does not, at which bisection stops."""
 ALTERNATIVES = 10
 """Mixes that are returned at most, also with the same stages but the last."""
-SIMPLER = 1e-5
+SIMPLER = 1e-3
 """Relative seconds that a change of strategy within a stage counts."""
 
 

@@ -198,7 +198,9 @@ class Search(CostedSpace):
             fitting = [one for one in known if one.memory_bytes <= step * prices[-1].memory_bytes]
             if not fitting:
                 break
-            prices.append(max(fitting, key=lambda one: one.images_per_second))
+            fastest = max(one.images_per_second for one in fitting)
+            close = [one for one in fitting if one.images_per_second >= (1 - self.effort.simpler) * fastest]
+            prices.append(min(close, key=lambda one: (len(one.plan.layers), -one.images_per_second)))
         if len(prices) == 1:
             least = min(known, key=lambda one: one.memory_bytes, default=best)
             prices += [least] if least.memory_bytes < best.memory_bytes else []

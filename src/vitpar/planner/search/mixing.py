@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise, permutations
+from itertools import accumulate, pairwise, permutations, product
 
 import numpy as np
 
@@ -26,6 +26,8 @@ COLUMNS = 12
 """Number of the fastest uniform plans, and of those with the least memory, whose strategies are mixed."""
 ALONE = 2
 """Number of uniform plans whose blocks are split into stages in other ways."""
+PAIRED = 2
+"""Number of uniform plans that do not fit and of those that do, which are mixed in pairs."""
 CLOSE = 1.2
 """Ratio of the seconds of a mix by the table to the best price, above which it is not priced."""
 NEAR = 1.25
@@ -98,7 +100,7 @@ class Mixer:
         """Scale the seconds of a table by the prices of uniform plans; return sets of columns to mix in each section.
 
         First the strategies of uniform plans that no other one is below in seconds, parameters and activations; then
-        those of the fastest uniform plans, each for itself.
+        pairs of a fast uniform plan that does not fit and one that does; then the fastest, each for itself.
         """
         outline, machine = table.outline, table.machine
         choices = self._costed.uniform_options(outline)
@@ -126,11 +128,11 @@ class Mixer:
         column = {strategy: number for number, (strategy,) in enumerate(table.choices.strategies)}
         kept_plans = front[undominated(costs[:, front], np.zeros_like(front))]
         factor = dict(zip(front.tolist(), factors.tolist(), strict=True))
-        every, alone = [set[int]() for _ in table.choices.fronts], list[tuple[Indices, ...]]()
+        every, alone = [set[int]() for _ in table.choices.fronts], dict[int, tuple[int, ...]]()
         for plan in kept_plans[np.argsort(costs[0, kept_plans], kind="stable")].tolist():
             strategies = choices.strategies[plan]
             chosen = [column[strategies[min(number, len(strategies) - 1)]] for number in range(len(every))]
-            alone.append(tuple(np.array([one]) for one in chosen))
+            alone[plan] = tuple(chosen)
             for section, one in zip(every, chosen, strict=True):
                 section.add(one)
                 table.scale[one] = max(table.scale[one], factor[plan])
@@ -141,7 +143,13 @@ class Mixer:
                 table.scale[sorted(more - section)] = factors.max()
                 section |= more
         mixed = tuple(np.array(sorted(section), dtype=np.int64) for section in every)
-        return [mixed, *alone[: ALONE if outline.pipeline.pipeline_degree > 1 else 0]]
+        large, fitting = ([plan for plan in alone if (needs[plan] > machine.budget) == over] for over in (True, False))
+        pairs = [
+            tuple(np.unique(columns) for columns in zip(alone[one], alone[other], strict=True))
+            for one, other in product(large[:PAIRED], fitting[:PAIRED])
+        ]
+        single = list(alone.values())[: ALONE if outline.pipeline.pipeline_degree > 1 else 0]
+        return [mixed, *pairs, *(tuple(np.array([column]) for column in chosen) for chosen in single)]
 
     def _section_fronts(self, table: LayerTable) -> Iterator[set[int]]:
         """Yield the columns of each section that no other one is below in the seconds and bytes of this section."""

@@ -12,7 +12,7 @@ PyTorch, in which vitpar is written:
 | loss by tensor parallelism                                        | with tp, on other cards   |
 | host seconds of a layer                                           | of vitpar, held back by the host |
 
-Every run is predicted by constants that are fitted without it. These errors make `vitpar.planner.profile.bands`.
+Every run is predicted by constants that are fitted without it. These errors make `vitpar.planner.report.uncertainty`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from vitpar.io import read_toml
 from vitpar.models import ViTConfig, model_config
 from vitpar.planner.cost.layer import LayerCosts, tensor_name
 from vitpar.planner.cost.price import price
-from vitpar.planner.profile.bands import BANDS, OTHERS, VITPAR, Band
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import FITTED, Fitted, estimate_model
+from vitpar.planner.report.uncertainty import BANDS, OTHERS, VITPAR, Band
 from vitpar.strategy import parse, validate
 
 ROWS = Path(__file__).with_name("bench") / "published_runs.toml"

@@ -86,8 +86,7 @@ def plan(
     # Without a task any model may be planned, such as one for another task than the default.
     task = task_of(merged, config.num_classes) if "name" in merged.task.model_fields_set else None
     refuse_misfits(task, merged, config, made, None)
-    from vitpar.planner.describe import summarize
-    from vitpar.planner.modules import layer_modules
+    from vitpar.planner.describe import layer_modules, summarize
     from vitpar.strategy.plan_json import write_plan
     from vitpar.training.optim.state_memory import frozen_bytes, state_bytes, state_words
     from vitpar_cli.plan_view import show, show_modules

@@ -147,13 +147,13 @@ class MachineOptions:
     def length(self, recipe: Recipe, ranks: int) -> TrainingLength:
         """Return the length of the recipe's training. ranks: of the profiled machine."""
         from vitpar.planner.profile.cluster import find_cluster
-        from vitpar.planner.training_time import HostInput, training_length
+        from vitpar.planner.training_time import training_length
 
         rate = self.images_per_second
         if self.cluster is not None:
             cluster = find_cluster(self.cluster)
             rate, ranks = rate or (cluster.host.images_per_second if cluster.host else None), cluster.devices_per_node
-        return training_length(recipe, self.conditions, None if rate is None else HostInput(rate, ranks))
+        return training_length(recipe, self.conditions, None if rate is None else (rate, ranks))
 
 
 def machine_options(*names: str, **helps: str) -> Group:

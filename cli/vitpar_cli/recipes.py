@@ -37,7 +37,7 @@ def recipes(
     if name is None and images_per_second is None and not as_json:  # a prediction describes models, which takes seconds
         _list(listed, [])
         return
-    from vitpar.planner.gpu_hours import CLUSTER, MESH, gpu_hours, hours
+    from vitpar.planner.training_time import CLUSTER, MESH, gpu_hours, hours
 
     predicted = partial(gpu_hours, images_per_second=images_per_second)
     if as_json:

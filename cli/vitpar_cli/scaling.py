@@ -46,7 +46,7 @@ def scaling(
     from vitpar.planner.automatic import make_search
     from vitpar.planner.report.data import origin_to_json
     from vitpar.planner.report.page import scaling_page
-    from vitpar.planner.report.scaling import (
+    from vitpar.planner.report.tables import (
         COLUMN_WORDS,
         WORDS,
         best_on,

@@ -61,7 +61,7 @@ class SearchRequest:
         Raises UserError for names and options that no combination could use.
         """
         from vitpar.planner.profile.cluster import find_cluster
-        from vitpar.planner.report.comparison import compared
+        from vitpar.planner.report.tables import compared
 
         named = [find_cluster(one.cluster).name if one.cluster else "" for one in machines]
         for model in models:

@@ -40,8 +40,8 @@ def show(found: Record, costs: "LayerCosts", written: Sequence[Path | None]) -> 
 
     found: result of ``vitpar.planner.report.data.search_record``, by `costs`.
     """
-    from vitpar.planner.report.comparison import comparison_table
     from vitpar.planner.report.data import gain_table, noise_words
+    from vitpar.planner.report.tables import comparison_table
     from vitpar.planner.training_time import hours_name
 
     console, plans = Console(highlight=False), found["plans"]
@@ -62,7 +62,7 @@ def show(found: Record, costs: "LayerCosts", written: Sequence[Path | None]) -> 
 
 def show_comparison(rows: Sequence[Record], as_json: bool) -> None:
     """Print the best plan of each combination, as a table for each model and image size or as JSON."""
-    from vitpar.planner.report.comparison import comparison_notes, comparison_table
+    from vitpar.planner.report.tables import comparison_notes, comparison_table
 
     notes = comparison_notes(rows)
     if as_json:
@@ -89,7 +89,7 @@ def show_choice(found: Record, costs: "LayerCosts") -> None:
 def show_prediction(found: Record, costs: "LayerCosts") -> None:
     """Print the predicted speed, time and memory of a plan, and whether it fits into memory."""
     from vitpar.planner.cost.memory import Memory
-    from vitpar.planner.remedies import less_memory
+    from vitpar.planner.out_of_memory import less_memory
     from vitpar.planner.report.data import gain_table, plan_of
 
     console, plan, budget = Console(highlight=False), plan_of(found), found["memory_budget_bytes"]

@@ -1,6 +1,6 @@
 """The shipped recipes with source, published result and predicted GPU-hours."""
 
-from vitpar.planner.gpu_hours import CLUSTER, MESH, gpu_hours, hours
+from vitpar.planner.training_time import CLUSTER, MESH, gpu_hours, hours
 from vitpar.recipe.shipped import shipped_recipes
 
 _ABOVE = [

@@ -20,7 +20,7 @@ from bench.simulated_gpu.library import compiler
 from bench.simulated_gpu.requirements import TRITON, WITHOUT_TRITON, has_triton
 from helpers.paths import ROOT
 from vitpar.models import model_config
-from vitpar.planner.profile.block_bytes import vitpar_elements
+from vitpar.planner.profile.activations import vitpar_elements
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.strategy import parse
 

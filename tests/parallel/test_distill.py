@@ -21,7 +21,7 @@ from vitpar import model_config, parse, validate
 from vitpar.check import CheckResult, check_plan, recipe_to_check
 from vitpar.models import IGNORED
 from vitpar.models.layers import LayeredModel
-from vitpar.planner.cost.teacher import PlannedTeacher
+from vitpar.planner.cost.records import PlannedTeacher
 from vitpar.recipe import Recipe
 from vitpar.recipe.sections.training import DistillSection
 from vitpar.sharded import local

@@ -10,7 +10,7 @@ from vitpar.models import ViTConfig, model_config
 from vitpar.models.compiled import is_whole
 from vitpar.models.config import ModelConfig
 from vitpar.models.vit.layers import Block
-from vitpar.planner.profile.block_bytes import usual_elements, vitpar_elements
+from vitpar.planner.profile.activations import usual_elements, vitpar_elements
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.strategy import parse

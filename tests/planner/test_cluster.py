@@ -14,10 +14,9 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links, RankGroup
 from vitpar.planner.cost.price import price
-from vitpar.planner.profile.bands import BANDS, OTHERS, VITPAR, Band
 from vitpar.planner.profile.cluster import Network, find_cluster
 from vitpar.planner.profile.estimate import estimate_model
-from vitpar.planner.report.uncertainty import uncertainty
+from vitpar.planner.report.uncertainty import BANDS, OTHERS, VITPAR, Band, uncertainty
 from vitpar.recipe.request import RecipeRequest
 from vitpar.strategy import parse, validate
 from vitpar.training.metrics import peak_flops

@@ -121,7 +121,7 @@ def test_days_and_device_hours_are_those_of_all_steps() -> None:
 
 @pytest.mark.parametrize(("rate", "devices", "step"), [(1000, 8, 1.0), (1000, 4, 0.5), (1000, 3, 0.5), (9e9, 8, 0.5)])
 def test_steps_wait_for_the_input_of_their_machines(rate: float, devices: int, step: float) -> None:
-    length = times.training_length(recipe(train__steps=500), hosts=times.HostInput(rate, devices))
+    length = times.training_length(recipe(train__steps=500), hosts=(rate, devices))
     found = times.training_time(priced(1000, 0.5), length)
     assert found["seconds"] == 500 * step and found["waiting"] == pytest.approx(1 - 0.5 / step)
     assert times.training_words(found, "GPU-hours").endswith("; evaluation and checkpoints not included")

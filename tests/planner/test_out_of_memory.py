@@ -9,7 +9,7 @@ import torch
 from helpers.small_data import pack_small
 from vitpar.errors import DeviceMemoryError, UserError
 from vitpar.planner.measure import device as device_file
-from vitpar.planner.out_of_memory import estimate_memory, explain_memory, is_out_of_memory, memory_of, memory_warning
+from vitpar.planner.out_of_memory import explain_memory, is_out_of_memory, memory_of, memory_warning
 from vitpar.recipe import Recipe
 from vitpar.recipe.sections.input import DataSection
 from vitpar_cli.profiled import MachineOptions
@@ -59,7 +59,7 @@ def test_message_compares_needed_with_available_memory(monkeypatch: pytest.Monke
     words = told("dp2", device=CUDA)
     asked = recipe("dp2")
     config = asked.config(1000)
-    (memory,) = estimate_memory(config, asked.plan(config), 256, "bf16", 2)
+    (memory,) = memory_of(asked, config, asked.plan(config), "cuda")
     assert f"CUDA is out of memory on rank 0: a step is predicted to need {memory.total / 1e9:.3g} GB (act" in words
     assert "the GPU has 24 GB, of which other programs and the CUDA runtime take 5 GB" in words
     assert words.endswith("use --microbatches 2, +ckpt, fsdp in place of dp or +zero1")
@@ -93,7 +93,7 @@ def test_model_without_an_estimate_still_gets_suggestions(monkeypatch: pytest.Mo
     def refuse(*_: object) -> None:
         raise PlannerError("no")
 
-    monkeypatch.setattr("vitpar.planner.out_of_memory.estimate_memory", refuse)
+    monkeypatch.setattr("vitpar.planner.out_of_memory.price", refuse)
     assert told("dp2").startswith("CUDA is out of memory on rank 0: use --microbatches 2")
     asked = recipe("dp1")
     assert memory_warning(asked, asked.config(10), asked.plan(asked.config(10)), CPU, 1) is None
@@ -122,7 +122,7 @@ def test_predicted_lack_of_memory_gives_a_warning(monkeypatch: pytest.MonkeyPatc
     asked = recipe("dp2")
     config = asked.config(1000)
     plan = asked.plan(config)
-    (memory,) = estimate_memory(config, plan, 256, "bf16", 2)
+    (memory,) = memory_of(asked, config, plan, "cuda")
     for device, ranks, there in ((CPU, 2, 2 * memory.total), (CUDA, 2, memory.total)):
         monkeypatch.setattr(device_file, "memory_bytes", lambda _, there=there: 1.01 * there)
         assert memory_warning(asked, config, plan, device, ranks) is None

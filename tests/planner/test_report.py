@@ -15,13 +15,12 @@ from helpers.planner_reports import CONFIG, ORIGIN, costs_of
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.profile.bands import BANDS, VITPAR
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.profiles import LayerProfile
 from vitpar.planner.report import data
 from vitpar.planner.report.page import page
 from vitpar.planner.report.timeline import SENDS, messages, timeline
-from vitpar.planner.report.uncertainty import band_source, uncertainty
+from vitpar.planner.report.uncertainty import BANDS, VITPAR, band_source, uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
 from vitpar.runs.pages.figures import COLOURS

@@ -12,11 +12,11 @@ from helpers.html_pages import Page, charts_of
 from vitpar.errors import PlannerError
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.profile.bands import BANDS
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.report.data import plan_of
-from vitpar.planner.report.scaling import Regime, best_on, images, with_efficiency
+from vitpar.planner.report.tables import Regime, best_on, images, with_efficiency
+from vitpar.planner.report.uncertainty import BANDS
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
 from vitpar_cli.scaling import scaling as command

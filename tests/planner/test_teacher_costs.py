@@ -8,7 +8,7 @@ from vitpar.models import ModelConfig
 from vitpar.planner.automatic import make_search, run_search
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.cost.teacher import PlannedTeacher
+from vitpar.planner.cost.records import PlannedTeacher
 from vitpar.planner.report.timeline import timeline
 from vitpar.planner.sources import estimated_costs
 from vitpar.recipe.sections.training import DistillSection

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from helpers.oracles import timm
 from vitpar.errors import RecipeError
 from vitpar.models.layers import LayeredModel
-from vitpar.planner.gpu_hours import gpu_hours
+from vitpar.planner.training_time import gpu_hours
 from vitpar.recipe.rates.schedules import Schedules
 from vitpar.recipe.shipped import ShippedRecipe, shipped_recipe, shipped_recipes
 from vitpar.tasks import task_of

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vitpar.errors import PlannerError
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import model_config
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.search.best import Progress, Search
+from vitpar.planner.search.ranking import SearchEffort
+from vitpar.planner.search.result import Result
+from vitpar.planner.search.space import FLAGS, ROLES, Space
+from vitpar.planner.sources import estimated_costs, known_flags, profiled_costs, usual_budget
+from vitpar.recipe import read_recipe
 from vitpar.sizes import parse_size
 from vitpar.strategy import SCHEDULES
 from vitpar.text import count, shown, size
-
-if TYPE_CHECKING:
-    from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.search.best import Progress, Search
-    from vitpar.planner.search.result import Result
+from vitpar.training.optim.state_memory import moments
 
 
 def search(
@@ -65,10 +67,6 @@ def search(
     Returns the plans, best first, with an upper bound on the speed of any plan. Raises PlannerError for unreadable
     profiles, unknown names, and if no plan fits.
     """
-    from vitpar.planner.sources import estimated_costs, profiled_costs, usual_budget
-    from vitpar.recipe import read_recipe
-    from vitpar.training.optim.state_memory import moments
-
     if cluster is not None and (hardware is not None or model_profile is not None):
         raise PlannerError("both a cluster and profiles are given: give one of the two")
     config = model_config(model, num_classes=1000) if isinstance(model, str) else model
@@ -114,11 +112,6 @@ def make_search(
 
     Raises PlannerError for unknown names and too many ranks.
     """
-    from vitpar.planner.search.best import Search
-    from vitpar.planner.search.ranking import SearchEffort
-    from vitpar.planner.search.space import FLAGS, ROLES, Space
-    from vitpar.planner.sources import known_flags
-
     roles = ROLES if roles is None else tuple(roles)
     if unknown := {*roles} - {*ROLES}:
         raise PlannerError(f"unknown role '{shown(min(unknown))}': use {', '.join(ROLES)}")

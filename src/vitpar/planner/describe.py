@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
-from vitpar.models.description import LayerDescription, layer_of
-from vitpar.models.roles import AXES, parameter_splits
+from vitpar.models.description import LayerDescription, Part, layer_of
+from vitpar.models.roles import AXES, TABLE, UNSPLIT, Message, parameter_splits
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.strategy import (
@@ -71,7 +71,7 @@ def summarize(
     frozen: names of the parameters that are not trained
     bytes_per_frozen: bytes per element of these, as `frozen_bytes` counts them
     """
-    batch = batch_arithmetic(plan, batch_size)
+    batch, pp = batch_arithmetic(plan, batch_size), plan.pipeline_degree
     return {
         "model": config.name,
         "num_classes": config.num_classes,
@@ -83,7 +83,7 @@ def summarize(
         "batch": asdict(batch),
         "idle_share": idle_share(plan, batch.microbatches),
         "pipeline": _pipeline(with_frozen(config, frozenset(frozen)), plan, (bytes_per_parameter, bytes_per_frozen)),
-        "pipeline_axis": _axis("pp", plan.pipeline_degree, _PIPELINE_WORDS) if plan.pipeline_degree > 1 else None,
+        "pipeline_axis": {"axis": "pp", "degree": pp, "communication": _PIPELINE_WORDS} if pp > 1 else None,
         "travel": [layout[0].share for layout in travel_layouts(config, plan)],
         "strategies": _strategies(config, plan),
         "redistributions": _redistributions(config, plan),
@@ -97,10 +97,6 @@ def summarize(
 def shown_axis(strategy: Strategy, axis: str) -> str:
     """Return the label of an axis of a layer's mesh: "tp" if tensor parallelism has a single axis."""
     return "tp" if strategy.tensor_mode == "1d" and axis == "j" else axis
-
-
-def _axis(name: str, degree: int, communication: str) -> Summary:
-    return {"axis": name, "degree": degree, "communication": communication}
 
 
 def _pipeline(config: ModelConfig, plan: Plan, sizes: tuple[float, float]) -> list[Summary]:
@@ -209,7 +205,7 @@ def _axis_words(strategy: Strategy, plan: Plan, layers: Sequence[LayerDescriptio
             words = _data_words(axis, strategy, plan, typical)
         else:
             words = _tensor_words(axis, strategy, typical)
-        summaries.append(_axis(shown_axis(strategy, axis), degree, words))
+        summaries.append({"axis": shown_axis(strategy, axis), "degree": degree, "communication": words})
     return summaries
 
 
@@ -278,6 +274,52 @@ def _tensor_words(axis: str, strategy: Strategy, layer: LayerDescription) -> str
     if any(axis in part.sums for part in parts):
         words.append("all-reduce gradients of what is not split, once a step")
     return "; ".join(words if passes or len(words) > 1 else [*words, "send nothing"])
+
+
+def layer_modules(config: ModelConfig, plan: Plan) -> list[Summary]:
+    """Return the tensor-parallel plan of each kind of layer, module by module: what ``parallelize_module`` applies.
+
+    A record has the names of layers of one kind under one strategy, and a row for each of their modules: its role
+    (``vitpar.models.roles``) and style (``vitpar.parallel.styles``), the placements of its weight and bias, and the
+    collectives before and after its product, in forward / in backward; empty for what it does not have.
+    """
+    layers: dict[tuple[str, Strategy], list[str]] = {}
+    for name, strategy in plan.strategies(config.layer_names).items():
+        if strategy.degree("tp") > 1:
+            layers.setdefault((config.layers[name].kind, strategy), []).append(name)
+    return [
+        {
+            "layers": names,
+            "strategy": str(strategy),
+            "modules": [_module(part, strategy.mode) for part in config.layers[names[0]].parts],
+        }
+        for (_, strategy), names in layers.items()
+    ]
+
+
+def _module(part: Part, mode: str) -> Summary:
+    role = TABLE[mode].get(part.role, UNSPLIT)
+    return {
+        "module": part.name,
+        "role": part.role,
+        "style": role.style,
+        "weight": _placement(role.weight, mode) if {"weight", ""} & part.shapes.keys() else "",
+        "bias": _placement(role.bias, mode) if "bias" in part.shapes else "",
+        "before": _exchange(role.before, mode),
+        "after": ", then ".join(filter(None, (_exchange(role.gathered, mode), _exchange(role.after, mode)))),
+    }
+
+
+def _placement(dims: Mapping[str, int], mode: str) -> str:
+    """Return torch's placement on each axis of a mode. Several axes have their names."""
+    placed = {axis: f"Shard({dims[axis]})" if axis in dims else "Replicate" for axis in AXES[mode]}
+    return ", ".join(words if len(placed) == 1 else f"{axis} {words}" for axis, words in placed.items())
+
+
+def _exchange(message: Message | None, mode: str) -> str:
+    if message is None:
+        return ""
+    return message.exchange.words + (f" over {message.axis}" if len(AXES[mode]) > 1 else "")
 
 
 SEQUENCE_PARALLEL = (

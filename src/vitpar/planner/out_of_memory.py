@@ -1,27 +1,23 @@
-"""Explanation of a CUDA out-of-memory error: predicted need, available memory, remedies."""
+"""Predicted memory of a training, and messages where it is too much: need, available memory, what needs less."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vitpar.errors import DataError, DeviceMemoryError, PlannerError, RecipeError, UserError
+from vitpar.errors import DataError, DeviceMemoryError, PlannerError, RecipeError, StrategyError, UserError
 from vitpar.launch.resources import host_memory
 from vitpar.models.config import ModelConfig
-from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.memory import PARTS, Memory
 from vitpar.planner.cost.price import price
-from vitpar.planner.cost.teacher import PlannedTeacher
-from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.remedies import less_memory, smaller_batch
-from vitpar.planner.sources import planned_teacher
+from vitpar.planner.sources import estimated_costs, planned_teacher
 from vitpar.recipe import Recipe
-from vitpar.strategy import Plan, place_of_rank
+from vitpar.strategy import Plan, batch_arithmetic, place_of_rank, validate
 from vitpar.tasks.image_data import held_bytes
-from vitpar.text import count, either, size
+from vitpar.text import count, divisors, either, size
 from vitpar.training.optim.state_memory import moments
 
 if TYPE_CHECKING:
@@ -62,46 +58,30 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return matches or is_out_of_memory(error.__cause__)
 
 
-def estimate_memory(
-    config: ModelConfig,
-    plan: Plan,
-    batch_size: int,
-    precision: str,
-    num_moments: float,
-    frozen: frozenset[str] = frozenset(),
-    teacher: PlannedTeacher | None = None,
-    held: int = 0,
-) -> tuple[Memory, ...]:
-    """Return the predicted memory of the fullest rank at each place of the pp axis, without measuring anything.
+def memory_of(recipe: Recipe, config: ModelConfig, plan: Plan, device_type: str) -> tuple[Memory, ...]:
+    """Return the predicted memory of a recipe's training, of the fullest rank at each place of the pp axis.
+
+    Nothing is measured. The images that each GPU holds count; ranks that compute on CPUs hold them together.
 
     plan: validated plan
-    num_moments: copies of the parameters that the optimizer and the running average keep
-    frozen: names of the parameters that are not trained
-    teacher: teacher of the model; None for none
-    held: bytes of images that each rank holds
 
     Raises PlannerError if the plan cannot be priced.
     """
+    train = recipe.train
     # Any cluster does: its rates only affect times.
-    nodes = -(-plan.world_size // 8)
-    hardware = find_cluster(f"{nodes}x8xH100").hardware(plan.world_size)
-    profile = estimate_model(config, precision, hardware, tensors(config, plan.stage_size))
-    costs = LayerCosts(config, hardware, profile, frozen, teacher)
-    costs.reserve(held)
-    return price(plan, costs, batch_size, num_moments).memory
-
-
-def memory_of(recipe: Recipe, config: ModelConfig, plan: Plan, device_type: str) -> tuple[Memory, ...]:
-    """Return `estimate_memory` of a recipe's training, with the images that each GPU holds.
-
-    The ranks of a machine that compute on CPUs hold them together.
-    """
-    held = 0
+    costs = estimated_costs(
+        config,
+        f"{-(-plan.world_size // 8)}x8xH100",
+        train.precision,
+        compiled=False,
+        ranks=plan.world_size,
+        frozen=recipe.frozen(config),
+        teacher=planned_teacher(recipe, config),
+    )
     if device_type == "cuda":
         with suppress(DataError):  # it is raised where the data are used
-            held = held_bytes(recipe, config)
-    train, beside = recipe.train, (recipe.frozen(config), planned_teacher(recipe, config), held)
-    return estimate_memory(config, plan, train.batch_size, train.precision, moments(recipe, config), *beside)
+            costs.reserve(held_bytes(recipe, config))
+    return price(plan, costs, train.batch_size, moments(recipe, config)).memory
 
 
 def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ranks: int) -> None:
@@ -111,12 +91,8 @@ def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ran
 
     local_ranks: ranks on this machine
     """
-    try:
-        memory = memory_of(recipe, config, plan, "cpu")
-    except PlannerError:
-        return
-    need, there = max(memory, key=lambda one: one.total), host_memory()
-    if local_ranks * need.total > IMPOSSIBLE * there:
+    need, there = _need(recipe, config, plan, "cpu"), host_memory()
+    if need and local_ranks * need.total > IMPOSSIBLE * there:
         batch = smaller_batch(plan, recipe.train.batch_size)
         raise RecipeError(
             f"{memory_words(need)} a rank, but {count(local_ranks, 'rank')} of this machine share {size(there)}: use "
@@ -133,16 +109,19 @@ def memory_warning(
     """
     from vitpar.planner.measure.device import memory_bytes
 
+    need, there = _need(recipe, config, plan, device.type), memory_bytes(device)
+    if need is None or (local_ranks if device.type == "cpu" else 1) * need.total <= there:
+        return None
+    where = "the GPU has" if device.type == "cuda" else f"{count(local_ranks, 'rank')} of this machine share"
+    return f"{memory_words(need)} per rank, but {where} {size(there)}: use {either(_ways(need, recipe, config, plan))}"
+
+
+def _need(recipe: Recipe, config: ModelConfig, plan: Plan, device_type: str) -> Memory | None:
+    """Return the predicted memory of the fullest rank; None if the plan cannot be priced."""
     try:
-        memory = memory_of(recipe, config, plan, device.type)
+        return max(memory_of(recipe, config, plan, device_type), key=lambda one: one.total)
     except PlannerError:
         return None
-    need, there = max(memory, key=lambda one: one.total), memory_bytes(device)
-    ranks = local_ranks if device.type == "cpu" else 1
-    if ranks * need.total <= there:
-        return None
-    where = "the GPU has" if device.type == "cuda" else f"{count(ranks, 'rank')} of this machine share"
-    return f"{memory_words(need)} per rank, but {where} {size(there)}: use {either(_ways(need, recipe, config, plan))}"
 
 
 def _sentence(recipe: Recipe, config: ModelConfig, plan: Plan, device: torch.device) -> str:
@@ -188,3 +167,40 @@ def _available(device: torch.device) -> str | None:
 def _ways(need: Memory | None, recipe: Recipe, config: ModelConfig, plan: Plan) -> list[str]:
     ways = less_memory(need, config, plan, recipe.train.batch_size, recipe.train.precision)
     return [*ways, "data.cache memory"] if recipe.data.cache == "device" else ways
+
+
+def less_memory(need: Memory | None, config: ModelConfig, plan: Plan, batch_size: int, precision: str) -> list[str]:
+    """Return changes that reduce the memory of a rank and that the plan does not have yet, most helpful first.
+
+    need: predicted memory of the rank; None if it is unknown
+    """
+    more = _more_microbatches(config, plan, batch_size)
+    acts = [] if more is None else [f"--microbatches {more}"]
+    if any(strategy.checkpoint is None for strategy in plan.distinct):
+        acts.append("+ckpt")
+    if precision in ("fp64", "fp32"):
+        acts.append("--precision bf16")
+    kept = []
+    if plan.data_parallel > 1 and not any(strategy.has("fsdp") for strategy in plan.distinct):
+        kept += ["fsdp in place of dp", *(["+zero1"] if not any(strategy.zero for strategy in plan.distinct) else [])]
+    elif not any(strategy.offload for strategy in plan.distinct):
+        kept += ["more GPUs with fsdp", "+offload"]
+    state = 0.0 if need is None else need.parameters + need.optimizer + need.gradients
+    ways = [*kept, *acts] if need is not None and state > need.total / 2 else [*acts, *kept]
+    return ways or [smaller_batch(plan, batch_size) or "a smaller model"]
+
+
+def smaller_batch(plan: Plan, batch_size: int) -> str | None:
+    """Return `a smaller --batch-size`; None if each data-parallel rank has one image already."""
+    return "a smaller --batch-size" if batch_arithmetic(plan, batch_size).local_batch > 1 else None
+
+
+def _more_microbatches(config: ModelConfig, plan: Plan, batch_size: int) -> int | None:
+    """Return the next larger number of micro-batches that the plan can run; None if there is none."""
+    batch = batch_arithmetic(plan, batch_size)
+    for number in divisors(batch.local_batch):
+        if number > batch.microbatches:
+            with suppress(StrategyError):
+                validate(replace(plan, microbatches=number, microbatch_size=None), config, batch_size)
+                return number
+    return None

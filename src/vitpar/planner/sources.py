@@ -9,7 +9,7 @@ from vitpar.errors import ModelError, PlannerError
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_from_json, config_to_json
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.teacher import PlannedTeacher
+from vitpar.planner.cost.records import PlannedTeacher
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile

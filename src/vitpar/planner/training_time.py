@@ -8,27 +8,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from vitpar.data.shards.manifest import has_manifest, read_manifest
-from vitpar.planner.cost.price import Price
+from vitpar.planner.cost.price import Price, price
 from vitpar.planner.goodput import Conditions, goodput
 from vitpar.planner.profile.profiles import Hardware
+from vitpar.planner.sources import estimated_costs, planned_teacher
 from vitpar.recipe.defaults import row_of
 from vitpar.recipe.recipe import Recipe
+from vitpar.recipe.shipped import ShippedRecipe
+from vitpar.strategy import parse, validate
+from vitpar.tasks import task_of
 from vitpar.tasks.known import task_class
 from vitpar.text import count
+from vitpar.training.optim.state_memory import moments
 
-
-@dataclass(frozen=True)
-class HostInput:
-    """Rate at which machines prepare samples."""
-
-    rate: float
-    """Samples a second of one machine."""
-    devices: int
-    """Devices of a machine."""
-
-    def of(self, ranks: int) -> float:
-        """Return the samples that the machines of `ranks` devices prepare in a second."""
-        return self.rate * math.ceil(ranks / self.devices)
+CLUSTER, MESH = "8xH100", "dp8"
+"""Machine and plan for which the duration of shipped recipes is predicted."""
+HostInput = tuple[float, int]
+"""(samples a second that a machine prepares, devices of a machine)."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +78,7 @@ def training_length(
     return TrainingLength(recipe, samples, assumed, conditions, hosts)
 
 
-def training_time(price: Price, length: TrainingLength) -> dict[str, Any]:
+def training_time(priced: Price, length: TrainingLength) -> dict[str, Any]:
     """Return the predicted duration of a training under a plan, without evaluation and checkpoints.
 
     `images` are those of all steps, `samples` those of the training set; `epochs` is None for a length in steps.
@@ -90,9 +86,9 @@ def training_time(price: Price, length: TrainingLength) -> dict[str, Any]:
     `waiting` is the share of the time in which the devices wait for it. `goodput` is None without conditions of the
     cluster.
     """
-    steps, batch_size, ranks = length.steps(price.batch_size), price.batch_size, price.plan.world_size
-    rate = length.hosts.of(ranks) if length.hosts else None
-    step = price.seconds if rate is None else max(price.seconds, batch_size / rate)
+    steps, batch_size, ranks = length.steps(priced.batch_size), priced.batch_size, priced.plan.world_size
+    rate = length.hosts[0] * math.ceil(ranks / length.hosts[1]) if length.hosts else None
+    step = priced.seconds if rate is None else max(priced.seconds, batch_size / rate)
     return {
         "steps": steps,
         "images": steps * batch_size,
@@ -103,8 +99,24 @@ def training_time(price: Price, length: TrainingLength) -> dict[str, Any]:
         "assumed": length.assumed,
         "goodput": goodput(steps, step, ranks, length.conditions) if length.conditions else None,
         "input_rate": rate,
-        "waiting": 1 - price.seconds / step,
+        "waiting": 1 - priced.seconds / step,
     }
+
+
+def gpu_hours(shipped: ShippedRecipe, images_per_second: float | None = None) -> float:
+    """Predict the GPU-hours of a shipped recipe on `CLUSTER` under `MESH`, without evaluation.
+
+    images_per_second: images that the machine prepares in a second; None to leave waiting for them out.
+    """
+    recipe = shipped.recipe()
+    task = task_of(recipe, 1000)
+    config = recipe.config(task.outputs, task.model_options)
+    teacher = planned_teacher(recipe, config) if task.AVERAGES else None
+    costs = estimated_costs(config, CLUSTER, recipe.train.precision, frozen=recipe.frozen(config), teacher=teacher)
+    plan = validate(parse(MESH), config, recipe.train.batch_size)
+    priced = price(plan, costs, recipe.train.batch_size, moments(recipe, config))
+    hosts = None if images_per_second is None else (images_per_second, plan.world_size)
+    return training_time(priced, TrainingLength(recipe, shipped.about.samples, hosts=hosts))["device_hours"]
 
 
 def training_words(training: Mapping[str, Any], hours: str) -> str:
@@ -167,6 +179,11 @@ def training_rows(training: Mapping[str, Any] | None, hours: str) -> list[tuple[
 def hours_name(hardware: Hardware) -> str:
     """Return the name of device-hours: GPU-hours, or rank-hours on CPUs."""
     return "GPU-hours" if hardware.device == "cuda" else "rank-hours"
+
+
+def hours(number: float) -> str:
+    """Return GPU-hours as text."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.1f}" if number >= 0.1 else "under 0.1"
 
 
 def spent(seconds: float) -> str:

@@ -7,12 +7,11 @@ from collections import Counter
 from vitpar.errors import PlannerError
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
-from vitpar.planner.cost.elements import LayerElements, layer_elements
+from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.links import Groups, Links, layer_groups
-from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
-from vitpar.planner.cost.teacher import PlannedTeacher
+from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, PlannedTeacher, Work
 from vitpar.planner.profile.activations import frozen_share, passing_elements
-from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
+from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped, at_pace
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import REDUCE_DTYPES, Rules
 from vitpar.strategy.precisions import PRECISION_TYPES
@@ -37,11 +36,11 @@ class LayerCosts:
         teacher: PlannedTeacher | None = None,
     ) -> None:
         # The speed of CPU cores drifts between measurements: scale the hardware to the speed of the model's profile.
-        hardware = hardware.at_pace(model.pace)
+        hardware = at_pace(hardware, model.pace)
         overlap = hardware.overlap and hardware.overlap.at_most_in_turn()
         self.whole, self.frozen, self.hardware = config, frozen, hardware.model_copy(update={"overlap": overlap})
         self.config, self.teacher = with_frozen(config, frozen), teacher
-        # The kind that was profiled, by kind.
+        # Kinds in profiles of kinds of layers, which may be frozen.
         self._profiled = {kind: config.layers[layer.name].kind for kind, layer in self.config.kinds.items()}
         self.model = model = model.steady()
         self.links = Links(self.hardware)
@@ -54,7 +53,6 @@ class LayerCosts:
         self._alike: dict[tuple[object, ...], int] = {}
         self._work: dict[tuple[LayerKind, int, int], Work] = {}
         self._parameters: dict[tuple[LayerKind, int], LayerParameters] = {}
-        self._elements: dict[tuple[object, ...], LayerElements] = {}
 
     def reserve(self, number: int) -> None:
         """Keep `number` bytes of each device's memory from plans."""
@@ -66,10 +64,6 @@ class LayerCosts:
         """Return whether all activations between layers have gradients: whether the first layer is trained."""
         return self.config.first_layer.backward != "nothing"
 
-    def profiled(self, kind: LayerKind) -> LayerKind:
-        """Return the kind in profiles of a kind of layers, which may be frozen."""
-        return self._profiled[kind]
-
     @property
     def peak(self) -> float | None:
         """Return the peak FLOPs per second of a device in the compute dtype; None if unknown."""
@@ -78,8 +72,26 @@ class LayerCosts:
     def position(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         """Return the strategy's groups and execution at this place in the pipeline."""
         key = strategy, where
-        if key not in self._seats:
-            self._seats[key] = self._seated(*key)
+        if key in self._seats:
+            return self._seats[key]
+        groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node, where.stage)
+        dp, fsdp, tp = (strategy.degree(role) for role in ("dp", "fsdp", "tp"))
+        rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
+        wrapped = rules.wraps(strategy)
+        arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k, where.splits
+        # The order of the axes does not change what a rank stores.
+        sizes = dp, fsdp, tp, strategy.tensor_flag, strategy.zero, strategy.offload
+        parameters = *sizes, wrapped, groups.shard, groups.replicate, groups.partial
+        self._seats[key] = PipelinePosition(
+            strategy,
+            tensor_name(strategy),
+            groups,
+            {kind: rules.of(strategy, layer) for kind, layer in self.config.kinds.items()},
+            dp * fsdp,
+            where.splits,
+            computes=self._alike.setdefault(arithmetic, len(self._alike)),
+            keeps=self._alike.setdefault(parameters, len(self._alike)),
+        )
         return self._seats[key]
 
     def work(self, kind: LayerKind, position: PipelinePosition, rows: int) -> Work:
@@ -130,33 +142,6 @@ class LayerCosts:
             return float("inf")
         return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
 
-    def _seated(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
-        """Compute what `position` caches."""
-        groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node, where.stage)
-        data, tp = strategy.degree("dp") * strategy.degree("fsdp"), strategy.degree("tp")
-        rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
-        wrapped = rules.wraps(strategy)
-        arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k, where.splits
-        parameters = (
-            self._sizes_key(strategy),
-            strategy.tensor_flag,
-            tp,
-            wrapped,
-            groups.shard,
-            groups.replicate,
-            groups.partial,
-        )
-        return PipelinePosition(
-            strategy,
-            tensor_name(strategy),
-            groups,
-            {kind: rules.of(strategy, layer) for kind, layer in self.config.kinds.items()},
-            data,
-            where.splits,
-            computes=self._alike.setdefault(arithmetic, len(self._alike)),
-            keeps=self._alike.setdefault(parameters, len(self._alike)),
-        )
-
     def _worked(self, kind: LayerKind, position: PipelinePosition, rows: int) -> Work:
         """Compute what `work` caches."""
         # Rows of one tensor-parallel group. The divisions are exact: plans that do not divide are refused, not rounded.
@@ -203,20 +188,10 @@ class LayerCosts:
         needless = weights * (1 - layer.weight_flops / every) if layer.frozen and every else 0.0
         return max(0.0, seconds - needless), weights - needless
 
-    def _sizes_key(self, strategy: Strategy) -> tuple[object, ...]:
-        """Return a cache key for the elements on the fullest rank; the order of the axes does not change them."""
-        degrees = strategy.degree("dp"), strategy.degree("fsdp"), strategy.degree("tp")
-        return *degrees, strategy.tensor_flag, strategy.zero, strategy.offload
-
-    def _sizes(self, kind: LayerKind, strategy: Strategy) -> LayerElements:
-        key = kind, self._sizes_key(strategy)
-        if key not in self._elements:
-            self._elements[key] = layer_elements(self.config.kinds[kind], strategy)
-        return self._elements[key]
-
     def _weighed(self, kind: LayerKind, position: PipelinePosition) -> LayerParameters:
         """Compute what `weights` caches."""
-        elements, groups, precision = self._sizes(kind, position.strategy), position.groups, self.precision
+        elements = layer_elements(self.config.kinds[kind], position.strategy)
+        groups, precision = position.groups, self.precision
         wrapped, shards, copies = position.wrapped, not groups.shard.alone, not groups.replicate.alone
         # On a CPU, host memory is device memory: offloading saves nothing there.
         offloaded = position.strategy.offload and self.hardware.device != "cpu"
@@ -227,7 +202,7 @@ class LayerCosts:
         if wrapped or precision.compute != precision.parameters:
             gathered = compute_numel * precision.compute.itemsize
         if wrapped:
-            local = self._weight_profiles[self.profiled(kind), position.tensor]
+            local = self._weight_profiles[self._profiled[kind], position.tensor]
             share = elements.compute_numel / local.elements
             gather = local.gather.seconds * share
             unreduced = trained_compute * precision.reduce.itemsize
@@ -262,11 +237,9 @@ class LayerCosts:
         reduce += summed
         trained = trained_local + elements.trained_tables
         return LayerParameters(
-            elements=elements.local_numel,
             trained_elements=trained,
             local_bytes=elements.local_numel * precision.parameters.itemsize,
             gradient_bytes=trained * precision.parameters.itemsize,
-            compute_numel=elements.compute_numel,
             gathered=gathered,
             unreduced_grad_bytes=unreduced,
             gather=gather,
@@ -328,24 +301,25 @@ class LayerCosts:
         """
         strategy, policy = position.strategy, checkpoint or position.strategy.checkpoint or "none"
         wrapped = always_wrapped(position.tensor) or position.wrapped
-        profile = self._layers.get((self.profiled(kind), position.tensor, policy, wrapped))
+        profile = self._layers.get((self._profiled[kind], position.tensor, policy, wrapped))
         if profile is None:
             raise PlannerError(
-                f"the model profile has no {self.profiled(kind)} of {position.tensor} with checkpoint {policy} for "
+                f"the model profile has no {self._profiled[kind]} of {position.tensor} with checkpoint {policy} for "
                 f"'{strategy}': profile the model again with --ranks {strategy.size} or more"
             )
         return profile
 
     def _scratch(self, traffic: Traffic, groups: Groups) -> float:
         """Return the transient bytes of the largest collective; the collectives run one after the other."""
-        along, size = {"j": groups.j, "k": groups.k}, self.precision.compute.itemsize
-        return max((self.links.scratch(c.operation, along[c.axis], c.elements * size) for c in traffic), default=0.0)
+        size = self.precision.compute.itemsize
+        each = (self.links.scratch(c.operation, groups.along(c.axis), c.elements * size) for c in traffic)
+        return max(each, default=0.0)
 
     def _sent(self, traffic: Traffic, groups: Groups) -> float:
         """Return the seconds of all collectives together."""
-        along = {"j": groups.j, "k": groups.k}
+        size = self.precision.compute.itemsize
         return sum(
-            times * self.links.seconds(c.operation, along[c.axis], c.elements * self.precision.compute.itemsize)
+            times * self.links.seconds(c.operation, groups.along(c.axis), c.elements * size)
             for c, times in traffic.items()
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -51,7 +50,7 @@ class Links:
         return 0.0 if group.alone or not size else self._link(operation, group)[0].scratch(size)
 
     def _link(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
-        """Return `_closest` from a cache."""
+        """Return `_closest` from a cache, which is pickled with the costs that ranks are given."""
         key = operation, group
         if key not in self._closest_links:
             self._closest_links[key] = self._closest(operation, group)
@@ -131,6 +130,10 @@ class Groups:
     stage: RankGroup
     """All ranks of the pipeline stage."""
 
+    def along(self, axis: str) -> RankGroup:
+        """Return the ranks along a tensor axis."""
+        return self.j if axis == "j" else self.k
+
 
 @cache
 def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int, index: int | None = None) -> Groups:
@@ -205,17 +208,12 @@ def _hop(a: int, b: int, inside: int, pp: int, stage_size: int, ranks_per_node: 
     """
     if a == b:  # a schedule with both stages on one rank
         return RankGroup()
-    sends, receives = Counter[int](), Counter[int]()
-    for place in range(stage_size):
-        outer, inner = divmod(place, inside)
-        first = outer * inside * pp + inner
-        source, target = ((first + index * inside) // ranks_per_node for index in (a, b))
-        if source != target:
-            sends[source] += 1
-            receives[target] += 1
-    if not sends:
+    first = _ranks(((stage_size // inside, inside * pp), (inside, 1)))
+    nodes = [(first + index * inside) // ranks_per_node for index in (a, b)]
+    crossing = nodes[0] != nodes[1]
+    if not crossing.any():
         return RankGroup(2, abs(b - a) * inside, 1)
-    return RankGroup(2, abs(b - a) * inside, 2, 1, 1 / max(*sends.values(), *receives.values()))
+    return RankGroup(2, abs(b - a) * inside, 2, 1, 1 / max(int(np.bincount(ends[crossing]).max()) for ends in nodes))
 
 
 Wires = tuple[tuple[str, int], ...]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from vitpar.planner.cost.stage import StageCost, StageLayer
 from vitpar.strategy.pipeline_orders import ActionPart
@@ -56,47 +57,39 @@ class Memory:
         return sum(getattr(self, part) for part in PARTS)
 
 
-@dataclass
-class Held:
-    """The stages of one rank with the bytes that it keeps throughout a step."""
+def peak_memory(
+    stages: Mapping[int, StageCost],
+    actions: Sequence[Sequence[ActionPart]],
+    microbatches: int,
+    moments: float,
+    *,
+    buffers: float,
+    reserved: float,
+    teacher: float,
+) -> Memory:
+    """Return a rank's memory at its peak during `actions`, run in order, and the optimizer step after them.
 
-    stages: Mapping[int, StageCost]
-    """Pipeline stages of the rank, by number."""
-    moments: float
-    """Bytes of optimizer state per byte of parameters."""
-    buffers: float
-    """Bytes of receive buffers and images."""
-    microbatches: int
-    """Micro-batches in the actions that are replayed."""
-    reserved: float = 0.0
-    """Bytes of device memory that no plan can use."""
-    teacher: float = 0.0
-    """Bytes of the teacher's parameters."""
-
-    def at_most(self, actions: Sequence[Sequence[ActionPart]]) -> Memory:
-        """Return the rank's memory at its peak during `actions`, run in order, and the optimizer step after them."""
-        layers = [layer for stage in self.stages.values() for layer in stage.layers]
-        held = sum(layer.weights.local_bytes for layer in layers if not layer.weights.offloaded)
-        trained = sum(layer.weights.gradient_bytes for layer in layers if not layer.weights.offloaded)
-        host = sum(layer.weights.local_bytes for layer in layers if layer.weights.offloaded)
-        host_trained = sum(layer.weights.gradient_bytes for layer in layers if layer.weights.offloaded)
-        walk = _Walk(self.stages, self.microbatches)
-        for action in actions:
-            for computation, number, _ in action:
-                walk.do(computation, number)
-        walk.done()
-        return Memory(
-            parameters=held,
-            optimizer=trained * self.moments,
-            gradients=walk.most["gradients"],
-            gathered=walk.most["gathered"],
-            activations=walk.most["activations"],
-            workspace=walk.most["workspace"],
-            buffers=self.buffers,
-            reserved=self.reserved,
-            teacher=self.teacher,
-            host=host + host_trained * (1 + self.moments),  # parameters; gradients and optimizer state
-        )
+    stages: pipeline stages of the rank, by number.
+    microbatches: micro-batches in `actions`.
+    moments: bytes of optimizer state per byte of parameters.
+    buffers, reserved, teacher: bytes that the rank keeps throughout a step, as in `Memory`.
+    """
+    walk = _Walk(stages, microbatches)
+    for computation, number, _ in chain.from_iterable(actions):
+        walk.do(computation, number)
+    walk.moment()  # the optimizer's step, which holds gradients and no activations
+    weights = [layer.weights for stage in stages.values() for layer in stage.layers]
+    device, host = ([one for one in weights if one.offloaded == on_host] for on_host in (False, True))
+    trained = sum(one.gradient_bytes for one in host)
+    return Memory(
+        parameters=sum(one.local_bytes for one in device),
+        optimizer=sum(one.gradient_bytes for one in device) * moments,
+        **walk.most,
+        buffers=buffers,
+        reserved=reserved,
+        teacher=teacher,
+        host=sum(one.local_bytes for one in host) + trained * (1 + moments),  # then gradients and optimizer state
+    )
 
 
 class _Walk:
@@ -127,16 +120,16 @@ class _Walk:
             before = 0.0  # bytes that this micro-batch has saved so far
             for layer in stage.layers:
                 # While its parameters are gathered, the layer has saved nothing yet.
-                self._moment(before, layer.weights.gathering, _passing(layer))
+                self.moment(before, layer.weights.gathering, _passing(layer))
                 before += layer.work.saved
                 # Workspace is measured on top of all that the layer saves.
-                self._moment(before, layer.work.workspace, _passing(layer))
+                self.moment(before, layer.work.workspace, _passing(layer))
             self._alive += self._saved[number]
         elif computation in ("B", "W"):
             self._backward(number, stage)
         else:  # I: activations stay alive for the gradients of weights
             space = max(layer.work.workspace for layer in stage.layers)
-            self._moment(0.0, space, max(_passing(layer) for layer in stage.layers))
+            self.moment(0.0, space, max(_passing(layer) for layer in stage.layers))
 
     def _is_like_before(self, computation: str, number: int) -> bool:
         """Skip an action that cannot raise the peak, and update only the counts. Return whether it was skipped.
@@ -157,10 +150,6 @@ class _Walk:
             self._alive -= self._saved[number]
         return True
 
-    def done(self) -> None:
-        """Replay the optimizer's step, which holds gradients and no activations."""
-        self._moment()
-
     def _backward(self, number: int, stage: StageCost) -> None:
         """Replay a backward of stage `number`: each layer computes, then its gradients wait or are reduced."""
         self._backwards[number] += 1
@@ -176,27 +165,24 @@ class _Walk:
             # The stage's first backward allocates the layer's gradients. Each does if the one before it reduced them:
             # reduced gradients are kept apart, and the unreduced ones were freed.
             again = layer.execution.wrapped and layer.execution.reduced == "every micro-batch"
-            fresh = (
-                0.0
-                if here in self._whole and not again
-                else (weights.unreduced_grad_bytes if layer.execution.wrapped else weights.gradient_bytes)
-            )
-            self._moment(left, layer.work.workspace, passing, fresh)
+            whole = weights.unreduced_grad_bytes if layer.execution.wrapped else weights.gradient_bytes
+            fresh = 0.0 if here in self._whole and not again else whole
+            self.moment(left, layer.work.workspace, passing, fresh)
             # Gathering comes before computing: there is no workspace yet, and no new gradient.
             if layer.execution.gathers_in_backward:
-                self._moment(left, layer.weights.gathering, passing)
+                self.moment(left, weights.gathering, passing)
             left -= layer.work.saved
             reduced = layer.execution.reduced
             if not weights.trained_elements:
                 continue
             if layer.execution.wrapped and (reduced == "every micro-batch" or (last and reduced == "last micro-batch")):
                 # FSDP2 copies unreduced gradients into the input of the reduce-scatter: both are alive.
-                self._moment(left, weights.reducing, gradients=fresh + weights.unreduced_grad_bytes)
+                self.moment(left, weights.reducing, gradients=fresh + weights.unreduced_grad_bytes)
                 # Offloaded gradients leave the device as soon as they are reduced.
-                self._hold(here, 0.0 if layer.weights.offloaded else weights.gradient_bytes)
+                self._hold(here, 0.0 if weights.offloaded else weights.gradient_bytes)
             elif not layer.execution.wrapped:
                 # `GradientSum` copies gradients into one message.
-                self._moment(left, weights.reducing * last, gradients=fresh + weights.message * last)
+                self.moment(left, weights.reducing * last, gradients=fresh + weights.message * last)
                 self._hold(here, weights.gradient_bytes)
             else:
                 # Gradients that wait for a later reduction keep their unreduced size.
@@ -204,9 +190,8 @@ class _Walk:
         if last:
             for place, layer in reversed(list(enumerate(stage.layers))):
                 if layer.execution.wrapped and layer.execution.reduced == "end of step":
-                    self._moment(workspace=layer.weights.reducing, gradients=layer.weights.unreduced_grad_bytes)
+                    self.moment(workspace=layer.weights.reducing, gradients=layer.weights.unreduced_grad_bytes)
                     self._hold((number, place), 0.0 if layer.weights.offloaded else layer.weights.gradient_bytes)
-        if last:
             self._keep(number, 0.0)
 
     def _hold(self, here: tuple[int, int], gradients: float) -> None:
@@ -219,7 +204,7 @@ class _Walk:
         self._gathered += copies - self._kept[number]
         self._kept[number] = copies
 
-    def _moment(
+    def moment(
         self, activations: float = 0.0, workspace: float = 0.0, gathered: float = 0.0, gradients: float = 0.0
     ) -> None:
         """Record a possible peak: current bytes plus these transient bytes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
 
@@ -60,18 +60,23 @@ class Event:
     arrived: float | None = None
     """Second at which the message from another stage that it needs has arrived; None if it needs none."""
 
+    def later(self, seconds: float) -> Event:
+        """Return the event some seconds later."""
+        arrived = None if self.arrived is None else self.arrived + seconds
+        return replace(self, start=self.start + seconds, end=self.end + seconds, arrived=arrived)
+
 
 @dataclass
 class CrossTraffic:
     """Traffic of a pipeline's stages to other nodes, over wires that they share."""
 
-    hop: Callable[[int, int], Wires]
+    hop: Callable[[int, int], Wires] = lambda source, target: ()
     """Function of (source, target): the wires of messages between two stages."""
-    stage: Callable[[int], Wires]
+    stage: Callable[[int], Wires] = lambda stage: ()
     """Function of a stage: the wires of its collectives."""
-    share: Callable[[str, int, int], float]
+    share: Callable[[str, int, int], float] = lambda computation, stage, number: 0.0
     """Function of (computation, stage, micro-batch): share of an action's time in which its collectives cross nodes."""
-    left: Callable[[str, int, int], tuple[float, bool]]
+    left: Callable[[str, int, int], tuple[float, bool]] = lambda computation, stage, number: (0.0, False)
     """Function of an action: (seconds of the transfers that outlast it, whether they cross nodes)."""
     ends: dict[int, float] = field(default_factory=dict)
     """Second at which these transfers are done, by index on the pp axis; `replay` fills it."""
@@ -81,10 +86,8 @@ class CrossTraffic:
 class _Lane:
     """Progress of one pipeline rank."""
 
-    actions: deque[Sequence[ActionPart]]
-    """Actions not yet finished, in order."""
-    part: int = 0
-    """Index in the first action of the part that runs or comes next."""
+    parts: deque[tuple[ActionPart, Sequence[ActionPart]]]
+    """Parts of actions not yet finished, in order; each with all parts of its action if it is the last of them."""
     started: float | None = None
     """When the running part started; None while the rank waits."""
     arrived: float | None = None
@@ -200,7 +203,11 @@ def replay(
     at_once: number of pipeline ranks that the cores can run at full speed.
     traffic: what is sent to other nodes; None if all messages have wires of their own.
     """
-    lanes, clock = {pp: _Lane(deque(actions)) for pp, actions in order.items()}, _Clock(at_once)
+    traffic, clock = traffic or CrossTraffic(), _Clock(at_once)
+    lanes = {
+        pp: _Lane(deque((part, action if part is action[-1] else ()) for action in actions for part in action))
+        for pp, actions in order.items()
+    }
     there: dict[ActionPart, float] = {}  # when inputs arrived, and actions finished, as "done F", "done I", ...
     waiting: dict[ActionPart, int] = {}  # rank by the input that it waits for
     queues: defaultdict[tuple[int, int], deque[ActionPart]] = defaultdict(deque)  # messages, the first is being sent
@@ -208,41 +215,38 @@ def replay(
 
     def start(pp: int) -> None:
         lane = lanes[pp]
-        if lane.started is None and lane.actions:
-            part = lane.actions[0][lane.part]
-            need = _need(*part, num_stages)
-            if need is None or need in there:
-                lane.started = clock.now
-                lane.arrived = there[need] if need is not None and need[0] in "FB" else None
-                share = traffic.share(*part) if traffic else 0.0
-                wires = traffic.stage(part[1]) if traffic and share else ()
-                work = _Work(partial(finish, pp), seconds(*part), clock.now, wires, share, computes=True, order=pp)
-                clock.start(work)
-            else:
-                waiting[need] = pp
+        if lane.started is not None or not lane.parts:
+            return
+        part, _ = lane.parts[0]
+        need = _need(*part, num_stages)
+        if need is not None and need not in there:
+            waiting[need] = pp
+            return
+        lane.started = clock.now
+        lane.arrived = there[need] if need is not None and need[0] in "FB" else None
+        share = traffic.share(*part)
+        wires = traffic.stage(part[1]) if share else ()
+        clock.start(_Work(partial(finish, pp), seconds(*part), clock.now, wires, share, computes=True, order=pp))
 
     def finish(pp: int) -> None:
         lane = lanes[pp]
         assert lane.started is not None
-        part = lane.actions[0][lane.part]
+        part, finished = lane.parts.popleft()
         events.append(Event(pp, *part, lane.started, clock.now, lane.arrived))
-        if traffic:
-            leave(pp, part, *traffic.left(*part))
-        lane.started, lane.part = None, lane.part + 1
+        leave(lane, pp, part[1], *traffic.left(*part))
+        lane.started = None
         # torch sends the results of overlapped parts only after the last of them.
-        if lane.part == len(lane.actions[0]):
-            for each, stage, number in lane.actions.popleft():
-                there["done " + each, stage, number] = clock.now
-                target = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(each, -1)
-                if 0 <= target < num_stages:
-                    queues[stage, target].append(("B" if each == "I" else each, target, number))
-                    if len(queues[stage, target]) == 1:
-                        send(stage, target)
-            lane.part = 0
+        for each, stage, number in finished:
+            there["done " + each, stage, number] = clock.now
+            target = {"F": stage + 1, "B": stage - 1, "I": stage - 1}.get(each, -1)
+            if 0 <= target < num_stages:
+                queues[stage, target].append(("B" if each == "I" else each, target, number))
+                if len(queues[stage, target]) == 1:
+                    send(stage, target)
         start(pp)
 
     def send(source: int, target: int) -> None:
-        wires = traffic.hop(source, target) if traffic else ()
+        wires = traffic.hop(source, target)
         clock.start(_Work(partial(arrive, source, target), sending(source, target), clock.now, wires))
 
     def arrive(source: int, target: int) -> None:
@@ -254,23 +258,20 @@ def replay(
         if what in waiting:
             start(waiting.pop(what))
 
-    def leave(pp: int, part: ActionPart, left: float, across: bool) -> None:
-        lane = lanes[pp]
+    def leave(lane: _Lane, pp: int, stage: int, left: float, across: bool) -> None:
         if left and lane.transfer:
             clock.add(lane.transfer, left)
         elif left:
-            assert traffic is not None
-            lane.transfer = _Work(partial(end, pp), left, clock.now, traffic.stage(part[1]) if across else ())
+            lane.transfer = _Work(partial(end, pp), left, clock.now, traffic.stage(stage) if across else ())
             clock.start(lane.transfer)
 
     def end(pp: int) -> None:
-        assert traffic is not None
         lanes[pp].transfer, traffic.ends[pp] = None, clock.now
 
     for pp in lanes:
         start(pp)
     clock.run()
-    assert not any(lane.actions for lane in lanes.values()), "the ranks of the pipeline deadlock"
+    assert not any(lane.parts for lane in lanes.values()), "the ranks of the pipeline deadlock"
     return events
 
 

@@ -26,7 +26,7 @@ from vitpar.planner.cost.links import (
     stage_place,
     stage_wires,
 )
-from vitpar.planner.cost.memory import Held, Memory
+from vitpar.planner.cost.memory import Memory, peak_memory
 from vitpar.planner.cost.pipeline import CrossTraffic, Event, replay
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import StageCost, build_stage
@@ -117,24 +117,18 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
     batch = batch_arithmetic(plan, batch_size)
     stages = _stages(plan, costs, batch.microbatch_rows)
     if plan.pipeline_degree == 1:
-        times = _alone(stages[0], batch.microbatches, costs, costs.crowd(plan.stage_size))
+        done, spent, events = _alone(stages[0], batch.microbatches, costs, costs.crowd(plan.stage_size))
     else:
-        order = actions(plan, batch.microbatches)
-        times = _pipelined(plan, stages, order, batch.microbatches, batch.microbatch_rows, costs)
-    seconds, busiest = _finish(plan, stages, times, costs)
+        done, spent, events = _pipelined(plan, stages, batch.microbatches, batch.microbatch_rows, costs)
+    seconds, busiest = _finish(plan, stages, done, spent, costs)
     if teacher := costs.teacher_seconds(batch_size, plan.world_size):
         seconds += teacher
-        for spent in times.spent:
-            spent["teacher"] = teacher
-        times.events = [_later(event, teacher) for event in times.events]
-    rank_times = tuple(map(dict, times.spent))
+        for parts in spent:
+            parts["teacher"] = teacher
+        events = [event.later(teacher) for event in events]
+    rank_times = tuple(map(dict, spent))
     memories = _memory(plan, stages, costs, batch, moments)
-    return Price(plan, batch_size, seconds, rank_times[busiest], memories, tuple(times.events), rank_times)
-
-
-def _later(event: Event, seconds: float) -> Event:
-    arrived = None if event.arrived is None else event.arrived + seconds
-    return replace(event, start=event.start + seconds, end=event.end + seconds, arrived=arrived)
+    return Price(plan, batch_size, seconds, rank_times[busiest], memories, tuple(events), rank_times)
 
 
 def memory_bytes(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) -> float:
@@ -156,11 +150,17 @@ def _memory(
         order = actions(plan, batch.microbatches)
     buffers, memories = _buffers(plan, costs, batch), []
     for pp in range(plan.pipeline_degree):
-        held = stages_of_rank(pp, plan)
-        room, reserved = sum(buffers[number] for number in held), costs.hardware.reserved_bytes
-        teacher = costs.teacher_bytes(plan.world_size)
-        walk = Held({number: stages[number] for number in held}, moments, room, few, reserved, teacher)
-        memories.append(walk.at_most(order[pp]))
+        numbers = stages_of_rank(pp, plan)
+        most = peak_memory(
+            {number: stages[number] for number in numbers},
+            order[pp],
+            few,
+            moments,
+            buffers=sum(buffers[number] for number in numbers),
+            reserved=costs.hardware.reserved_bytes,
+            teacher=costs.teacher_bytes(plan.world_size),
+        )
+        memories.append(most)
     return tuple(memories)
 
 
@@ -174,16 +174,9 @@ def _actions(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> 
     return action_order(Plan(pp=pp, schedule=schedule, virtual_stages=virtual_stages), microbatches)
 
 
-@dataclass
-class _Times:
-    """Times of a step until gradients are reduced, one entry for each index of the pp axis."""
-
-    done: list[float]
-    """Seconds until the last backward and the gradients that it sent are done."""
-    spent: list[Spent]
-    """Breakdown of `done` by purpose."""
-    events: list[Event]
-    """Actions with their times, of all indices."""
+Times = tuple[list[float], list[Spent], list[Event]]
+"""(seconds until the last backward and the gradients that it sent are done, their breakdown by purpose, all actions) of
+a step until gradients are reduced: the first two for each index of the pp axis."""
 
 
 def _where(plan: Plan, costs: LayerCosts) -> list[PlacedStrategy]:
@@ -218,7 +211,7 @@ def _travelling(plan: Plan, config: ModelConfig) -> list[float]:
     return [layout[0].share * elements if layout else 0.0 for layout, elements in zip(travel, given, strict=True)]
 
 
-def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float) -> _Times:
+def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float) -> Times:
     """Replay the micro-batches of a plan without a pipeline.
 
     turns: factor by which computing takes longer because ranks share cores.
@@ -250,7 +243,7 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
         events += [Event(0, "F", 0, number, begun, middle), Event(0, "B", 0, number, middle, streams.at + skipped)]
     streams.meet()
     streams.wait(None, "gradients")
-    return _Times([streams.at + skipped], [streams.spent], events)
+    return [streams.at + skipped], [streams.spent], events
 
 
 def _mark(events: list[Event], number: int, begun: float, end: float) -> None:
@@ -259,14 +252,8 @@ def _mark(events: list[Event], number: int, begun: float, end: float) -> None:
     events += [Event(0, "F", 0, number, begun, middle), Event(0, "B", 0, number, middle, end)]
 
 
-def _pipelined(
-    plan: Plan, stages: list[StageCost], order: ActionOrder, microbatches: int, rows: int, costs: LayerCosts
-) -> _Times:
-    """Replay the actions of a pipeline.
-
-    order: actions of each pipeline rank.
-    rows: images of a micro-batch.
-    """
+def _pipelined(plan: Plan, stages: list[StageCost], microbatches: int, rows: int, costs: LayerCosts) -> Times:
+    """Replay the actions of a pipeline. rows: images of a micro-batch."""
     at_once = costs.at_once(plan.stage_size)
     sending = crowded(at_once, plan.pipeline_degree)
     alone, last = costs.crowd(1), microbatches - 1
@@ -320,7 +307,7 @@ def _pipelined(
     travelling = zip(hops(plan, per_node), _travelling(plan, costs.config)[1:-1], strict=True)
     sent = [_travel_seconds(costs, hop, each * elements) for hop, elements in travelling]
     events = replay(
-        order,
+        actions(plan, microbatches),
         plan.num_stages,
         lambda computation, stage, number: action(computation, stage, number)[0],
         # Without a gradient nothing is sent back. Still the backward of a stage waits for the stage behind it.
@@ -338,7 +325,7 @@ def _pipelined(
         computed = max(event.end for event in events if event.pp == pp)
         spent[pp]["gradients"] += end - computed
         spent[pp]["waiting"] += max(0.0, end - sum(spent[pp].values()))
-    return _Times(done, spent, events)
+    return done, spent, events
 
 
 def _travel_seconds(costs: LayerCosts, link: RankGroup, size: float) -> float:
@@ -429,38 +416,38 @@ COMPUTED = ("forward", "backward", "other", "uneven")
 """Parts of a step's time that were measured with a core for each rank."""
 
 
-def _finish(plan: Plan, stages: list[StageCost], times: _Times, costs: LayerCosts) -> tuple[float, int]:
-    """Add what follows the last backward to `times`. Return the seconds of the step, and the index that waits least.
+def _finish(
+    plan: Plan, stages: list[StageCost], done: list[float], spent: list[Spent], costs: LayerCosts
+) -> tuple[float, int]:
+    """Add what follows the last backward to the `Times` of a step.
 
     That is the sum of partial gradients over tensor axes, sums of parameters that layers share, the norm of the
-    gradients, and the optimizer.
+    gradients, and the optimizer. Return the seconds of the step, and the index of the pp axis that waits least.
     """
     where = _where(plan, costs)
     ends, optimizer = [], []
-    for pp, end in enumerate(times.done):
+    for pp, end in enumerate(done):
         sums: defaultdict[RankGroup, int] = defaultdict(int)
         elements = {False: 0, True: 0}  # parameter elements, by whether they are offloaded
-        for number in stages_of_rank(pp, plan):
-            for layer in stages[number].layers:
-                elements[layer.weights.offloaded] += layer.weights.trained_elements
-                groups = costs.position(layer.strategy, where[pp]).groups
-                # One message per group: all layers of the same groups share it.
-                for axis, partial in layer.weights.sums.items():
-                    sums[groups.j if axis == "j" else groups.k] += partial * costs.precision.parameters.itemsize
+        for layer in (layer for number in stages_of_rank(pp, plan) for layer in stages[number].layers):
+            elements[layer.weights.offloaded] += layer.weights.trained_elements
+            groups = costs.position(layer.strategy, where[pp]).groups
+            # One message per group: all layers of the same groups share it.
+            for axis, partial in layer.weights.sums.items():
+                sums[groups.along(axis)] += partial * costs.precision.parameters.itemsize
         added = sum(costs.links.seconds("all_reduce", group, size) for group, size in sums.items())
-        times.spent[pp]["gradients"] += added
+        spent[pp]["gradients"] += added
         ends.append(end + added)
         updates = (costs.update(number, offloaded) for offloaded, number in elements.items() if number)
         optimizer.append(sum(updates) * costs.crowd(plan.world_size))
-    busiest = max(range(len(ends)), key=lambda pp: ends[pp] - times.spent[pp]["waiting"])
+    busiest = max(range(len(ends)), key=lambda pp: ends[pp] - spent[pp]["waiting"])
     # All ranks meet at the norm: the slowest one decides when it begins, and when the optimizer has finished.
     norm, shared = norm_seconds(costs, plan.world_size), sharing_seconds(plan, costs)
-    seconds = max(ends) + shared + norm + max(optimizer)
-    for pp, spent in enumerate(times.spent):
-        spent["gradients"] += shared
-        spent["optimizer"] = norm + optimizer[pp]
-        spent["waiting"] += max(ends) - ends[pp] + max(optimizer) - optimizer[pp]
-    return seconds, busiest
+    for parts, end, update in zip(spent, ends, optimizer, strict=True):
+        parts["gradients"] += shared
+        parts["optimizer"] = norm + update
+        parts["waiting"] += max(ends) - end + max(optimizer) - update
+    return max(ends) + shared + norm + max(optimizer), busiest
 
 
 def _buffers(plan: Plan, costs: LayerCosts, batch: BatchArithmetic) -> list[float]:

@@ -1,12 +1,16 @@
-"""Records of one layer's costs and place: its work, its parameters, its position in a pipeline."""
+"""Records of costs: the work of one layer, its parameters, its position in a pipeline; the teacher of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from vitpar.models.config import ModelConfig
+from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.links import Groups
 from vitpar.planner.profile.profiles import LayerKind
+from vitpar.recipe.sections.training import DistillSection
+from vitpar.recipe.teacher_plan import teacher_plan
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import LayerExecution
 
@@ -41,16 +45,12 @@ class Work:
 class LayerParameters:
     """One layer's parameters on one rank: their sizes, and the cost of gathering them and reducing their gradients."""
 
-    elements: int
-    """Elements that the rank stores."""
     trained_elements: int
-    """Elements of these that have gradients and optimizer state."""
+    """Elements that the rank stores and that have gradients and optimizer state."""
     local_bytes: float
     """Bytes of the parameters that the rank stores."""
     gradient_bytes: float
     """Bytes of reduced gradients."""
-    compute_numel: int
-    """Elements that the rank computes with: gathered over data axes, still split over tensor axes."""
     gathered: float
     """Bytes of gathered or 16-bit copies to compute with; 0 if the rank computes with the stored parameters."""
     unreduced_grad_bytes: float
@@ -119,3 +119,32 @@ class PipelinePosition:
     def wrapped(self) -> bool:
         """Return whether ``fully_shard`` wraps the layers; the rule is the same for every kind of layer."""
         return next(iter(self.executions.values())).wrapped
+
+
+@dataclass(frozen=True)
+class PlannedTeacher:
+    """Teacher of a distillation, or the average of the model as its teacher: frozen, beside the model that is trained.
+
+    It takes a constant part of a step's time and of a rank's memory.
+    """
+
+    config: ModelConfig
+    """Configuration of the teacher."""
+    distill: DistillSection | None
+    """Settings of the recipe, with the plan of the teacher; None for the average, which is a part of the state."""
+    group: int = 1
+    """Number that has to divide the images of a micro-batch on a rank (``Task.sample_group``)."""
+
+    @property
+    def forward_flops(self) -> float:
+        """Floating-point operations of one image's forward: a third of those of a training step."""
+        return self.config.flops / 3
+
+    def elements(self, ranks: int) -> int:
+        """Return the parameters that the fullest of `ranks` ranks stores.
+
+        Raises StrategyError if the plan does not fit this number of ranks.
+        """
+        if self.distill is None:
+            return 0
+        return sum(layer_parameters(self.config, teacher_plan(self.distill, ranks)).values())

@@ -74,7 +74,7 @@ class Streams:
             seconds -= took / self._compute
             self._advance(took, heads, rates)
         self.at += max(0.0, seconds)
-        self.spent[what] += self.at - begun
+        self._book(what, begun)
 
     def send(
         self, seconds: float, lane: str = "replicas", across: bool = False, after: Transfer | None = None
@@ -123,6 +123,10 @@ class Streams:
             self._advance(took, heads, rates, bool(across))
         self.at += max(0.0, seconds)
         self.crossing += max(0.0, seconds) * bool(across)
+        self._book(what, begun)
+
+    def _book(self, what: str, begun: float) -> None:
+        """Book the time since `begun` under a purpose."""
         self.spent[what] += self.at - begun
 
     @property

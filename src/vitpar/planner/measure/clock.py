@@ -98,14 +98,14 @@ def others_share(ranks: Iterable[tuple[str, float, float, float]]) -> float | No
 
     Returns None if the measurement was too short for the ticks of the system's clock.
     """
-    machines: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    machines: defaultdict[str, list[list[float]]] = defaultdict(list)
     for machine, *times in ranks:
-        machines[machine].append((times[0], times[1], times[2]))
+        machines[machine].append(times)
     shares = []
     for each in machines.values():
-        busy, capacity = max(times[0] for times in each), max(times[2] for times in each)
-        if capacity > 0.2:
-            shares.append(min(1.0, max(0.0, (busy - sum(times[1] for times in each)) / capacity)))
+        busy, own, capacity = zip(*each, strict=True)
+        if max(capacity) > 0.2:
+            shares.append(min(1.0, max(0.0, (max(busy) - sum(own)) / max(capacity))))
     return max(shares, default=None)
 
 
@@ -239,8 +239,12 @@ class Clock:
         samples = min(MOST, max(FEWEST if inner == 1 else 3, int(self.seconds / (inner * sum(once) + extra))))
         readings = self._readings(samples, lambda: read(phases, inner))
         agreed, more = ([seconds / inner for row in rows for seconds in row] for rows in readings)
-        each = len(phases)
-        return tuple(_timing(size, agreed[n::each], statistics.median(more[n::each])) for n in range(each))
+        timings, each = [], len(phases)
+        for taken, skews in ((agreed[n::each], more[n::each]) for n in range(each)):
+            low, middle, high = statistics.quantiles(taken, n=4, method="inclusive")
+            spread, skew = (high - low) / 2 / middle, statistics.median(skews)
+            timings.append(Timing(size=size, seconds=middle, spread=spread, samples=len(taken), skew=skew))
+        return tuple(timings)
 
     def middle(self, read: Callable[[], float], samples: int = 7) -> float:
         """Return the median of the seconds that `read` returns over `samples` calls. Collective."""
@@ -309,8 +313,3 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _timing(size: int, seconds: list[float], skew: float) -> Timing:
-    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
-    return Timing(size=size, seconds=middle, spread=(high - low) / 2 / middle, samples=len(seconds), skew=skew)

@@ -98,10 +98,6 @@ class LiveBytes(TorchDispatchMode):
         self._storages = {key: pair for key, pair in self._storages.items() if not pair[0].expired()}
         return sum(size for _, size in self._storages.values())
 
-    def restart(self) -> None:
-        """Reset the peak."""
-        self.most = 0
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
@@ -119,33 +115,28 @@ class AllocatedBytes:
     """Counter of the bytes requested from a GPU's caching allocator, by compiled code and inside operations too."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._before = device, 0
-
-    @property
-    def now(self) -> int:
-        """Return the bytes that are live now."""
-        return self._asked("current")
-
-    @property
-    def most(self) -> int:
-        """Return the peak of the live bytes since the last restart."""
-        return self._asked("peak")
-
-    def restart(self) -> None:
-        """Reset the peak."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._device = device
 
     def __enter__(self) -> Self:
-        self.restart()
-        self._before = 0
-        self._before = self.now
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = self._asked("current")
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
 
+    @property
+    def now(self) -> int:
+        """Return the bytes that are live now."""
+        return self._asked("current") - self._before
+
+    @property
+    def most(self) -> int:
+        """Return the peak of the live bytes."""
+        return self._asked("peak") - self._before
+
     def _asked(self, when: str) -> int:
-        return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{when}"] - self._before
+        return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{when}"]
 
 
 def live_bytes(device: torch.device) -> LiveBytes | AllocatedBytes:

@@ -32,12 +32,12 @@ from vitpar.models import model_config
 from vitpar.parallel.float8 import E4M3, multiply, scaled_rows
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.measure.clock import Clock, ClockedRanks, Progress
-from vitpar.planner.measure.device import Peak, date_and_versions, device_name, memory_bytes
+from vitpar.planner.measure.device import date_and_versions, device_name, memory_bytes
 from vitpar.planner.measure.sending import message, most_nodes, overlap, own_group, pipeline_action, scratch
 from vitpar.planner.measure.steps import Training
 from vitpar.planner.profile.cluster import group_shapes, operations
 from vitpar.planner.profile.curves import Curve, Timing
-from vitpar.planner.profile.profiles import Hardware, Host, Link, Matmul
+from vitpar.planner.profile.profiles import Hardware, Host, Link, Matmul, at_pace
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import replace_auto_precision
 from vitpar.strategy import parse, validate
@@ -63,7 +63,7 @@ class MeasureEffort:
     """Bytes that copies read and write."""
 
     @classmethod
-    def usual(cls, device: str, seconds: float = 0.25) -> MeasureEffort:
+    def usual(cls, device: str, seconds: float) -> MeasureEffort:
         """Return the default for a device type, which takes a few minutes at most."""
         if device == "cpu":
             messages = 2**12, 2**15, 2**18, 2**20, 2**22, 2**24
@@ -78,17 +78,16 @@ def profile_hardware(
     name: str,
     device: torch.device,
     ranks_per_node: int,
-    effort: MeasureEffort | None = None,
+    effort: MeasureEffort,
     progress: Progress = lambda done, total, words: None,
 ) -> Hardware:
     """Measure the hardware of this world. Collective; all ranks return the same profile.
 
     name: name of the profile.
     ranks_per_node: number of consecutive ranks on one node.
-    effort: points to measure; None for `MeasureEffort.usual`.
+    effort: points to measure.
     progress: called before each point.
     """
-    effort = effort or MeasureEffort.usual(device.type)
     world = dist.get_world_size()
     shapes = list(group_shapes(world))
     clock = Clock(device, ClockedRanks(device), effort.seconds)
@@ -146,7 +145,7 @@ def profile_hardware(
         pace=clock.pace,
         measured=date_and_versions(),
     )
-    return profile.at_pace(clock.usual)
+    return at_pace(profile, clock.usual)
 
 
 def _host(clock: Clock, effort: MeasureEffort) -> Host:
@@ -213,14 +212,9 @@ def process_overhead(device: torch.device) -> int:
         for words in (f"dp{ranks}", f"fsdp{ranks}") if ranks > 1 else ("dp1",):
             plan = validate(parse(words), config, recipe.train.batch_size)
             training.step(plan, device)()  # loads libraries and makes connections, which are not the plan's
-            peak = Peak(device)
-            step = training.step(plan, device)
-            step()
-            peak.forget()
-            step()
             copies = 4  # parameters, gradients, two moments
             tensors = copies * sum(layer_parameters(config, plan).values()) * torch.float32.itemsize
-            overheads.append(max(0, (peak.grown or 0) - tensors))
+            overheads.append(max(0, (training.peak(plan, device) or 0) - tensors))
     most = torch.tensor(int(statistics.mean(overheads)), device=device)
     all_reduce_(most, dist.ReduceOp.MAX)
     return int(most)

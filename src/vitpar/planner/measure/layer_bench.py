@@ -201,10 +201,9 @@ class LayerBench:
         self.backward()  # allocates gradients, which the cost model counts separately
         with live_bytes(self._model.device) as live:
             self.forward()
-            saved, most = live.now, live.most
-            live.restart()
+            saved = live.now
             self.backward()
-        return saved, max(most, live.most) - saved
+        return saved, live.most - saved
 
 
 def targets_for(model: ParallelModel, batch: int, here: int) -> Tensor:

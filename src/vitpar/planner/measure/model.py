@@ -29,6 +29,7 @@ from vitpar.planner.profile.profiles import (
     ModelProfile,
     WeightProfile,
     always_wrapped,
+    at_pace,
 )
 from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.sharded import local
@@ -103,7 +104,7 @@ def profile_model(
         pace=clock.pace,
         measured={**date_and_versions(), "attention": attention.backend or "torch's choice"},
     )
-    return profile.at_pace(clock.usual)
+    return at_pace(profile, clock.usual)
 
 
 def _layer(bench: LayerBench, clock: Clock, tensor: str, checkpoint: str, wrapped: bool) -> LayerProfile:

@@ -28,17 +28,16 @@ from vitpar.strategy import parse
 LONG = 0.05  # seconds of the work whose slow-down is measured, while the other kind runs longer
 
 
-def group_of(rank: int, ranks: int, stride: int) -> list[int]:
-    """Return the members of the group of `rank`, when all groups have `ranks` members that are `stride` apart."""
-    block, inside = divmod(rank, ranks * stride)
-    first = block * ranks * stride + inside % stride
-    return list(range(first, first + ranks * stride, stride))
+def groups_of(world: int, ranks: int, stride: int) -> list[list[int]]:
+    """Return all groups of `ranks` ranks that are `stride` apart."""
+    length = ranks * stride
+    firsts = (block + place for block in range(0, world, length) for place in range(stride))
+    return [list(range(first, first + length, stride)) for first in firsts]
 
 
 def most_nodes(world: int, ranks: int, stride: int, ranks_per_node: int) -> int:
     """Return the number of nodes of the group that is on most of them, of all groups of this shape."""
-    groups = {tuple(group_of(rank, ranks, stride)) for rank in range(world)}
-    return max(len({rank // ranks_per_node for rank in group}) for group in groups)
+    return max(len({rank // ranks_per_node for rank in group}) for group in groups_of(world, ranks, stride))
 
 
 @contextmanager
@@ -49,9 +48,8 @@ def own_group(ranks: int, stride: int) -> Iterator[ProcessGroup]:
         assert dist.group.WORLD is not None, "ranks are in a world"
         yield dist.group.WORLD
         return
-    every = sorted({tuple(group_of(rank, ranks, stride)) for rank in range(world)})
-    made = {members: dist.new_group(list(members)) for members in every}
-    group = made[tuple(group_of(dist.get_rank(), ranks, stride))]
+    made = [(members, dist.new_group(members)) for members in groups_of(world, ranks, stride)]
+    group = next(group for members, group in made if dist.get_rank() in members)
     yield group
     dist.destroy_process_group(group)
 

@@ -60,6 +60,15 @@ class Training:
 
         return step
 
+    def peak(self, plan: Plan, device: torch.device) -> int | None:
+        """Return the peak bytes of a step above those before the model was built; None where they are not reported."""
+        peak = Peak(device)
+        step = self.step(plan, device)
+        step()
+        peak.forget()
+        step()
+        return peak.grown
+
 
 @dataclass(frozen=True)
 class PlanSteps:
@@ -179,12 +188,7 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
         if device.type == "cpu":
             # A step of a tiny model loads libraries and makes connections first, which are not the plan's memory.
             replace(training, config=training.config.tiny).step(plan, device)()
-        peak = Peak(device)
-        step = training.step(plan, device)
-        step()
-        peak.forget()
-        step()
-        grown = peak.grown
+        grown = training.peak(plan, device)
     return tuple(all_gather_json(grown))
 
 

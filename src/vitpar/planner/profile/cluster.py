@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 from vitpar.errors import PlannerError
 from vitpar.io import parse_toml, read_toml
 from vitpar.limits import MAX_AMOUNT, MAX_MEASURE
-from vitpar.planner.profile.curves import Curve, Timing, exact
+from vitpar.planner.profile.curves import Amount, Curve, ProfileRecord, Ranks, Rate, Share, Timing, exact
 from vitpar.planner.profile.profiles import (
     OPERATIONS,
     OPTIMIZER_BYTES,
@@ -32,7 +32,6 @@ from vitpar.planner.profile.profiles import (
     nics_used,
     spread,
 )
-from vitpar.planner.profile.record import Amount, ProfileRecord, Ranks, Rate, Share
 from vitpar.records import first_wrong
 from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.text import divisors, nearest, shown

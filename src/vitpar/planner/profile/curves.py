@@ -1,18 +1,78 @@
-"""Measured points of profiles, and curves through them."""
+"""Records of which profiles consist: JSON files that are checked key by key when read, measured points, and curves."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Self
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
-from pydantic import Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
-from vitpar.limits import MAX_AMOUNT
-from vitpar.planner.profile.record import Amount, Measure, ProfileRecord, Seconds
+from vitpar import records
+from vitpar.errors import PlannerError
+from vitpar.io import read_json, write_text
+from vitpar.limits import MAX_AMOUNT, MAX_MEASURE, MAX_RANKS
+from vitpar.records import first_wrong
 from vitpar.text import shown
+
+Seconds = Annotated[float, Field(ge=1 / MAX_MEASURE, le=MAX_MEASURE)]
+"""Positive seconds."""
+Measure = Annotated[float, Field(ge=0, le=MAX_MEASURE)]
+"""Seconds or any other measure that may be 0."""
+Share = Annotated[float, Field(ge=1e-3, le=1)]
+"""Part of a published rate that is reached, up to 1."""
+Factor = Annotated[float, Field(ge=1, le=MAX_MEASURE)]
+"""Slow-down, 1 or more."""
+Rate = Annotated[float, Field(ge=1, le=1e18)]
+"""Bytes or operations per second."""
+Amount = Annotated[int, Field(ge=1, le=MAX_AMOUNT)]
+"""Positive number of bytes, elements or operations."""
+Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+"""Number of ranks."""
+Notes = dict[str, str]
+"""Free-text notes by key."""
+Part = TypeVar("Part")
+"""Part of a profile: a record, or several."""
+
+
+class ProfileRecord(records.Record):
+    """Base of all records in a profile: immutable, with finite numbers, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+
+class Profile(ProfileRecord):
+    """Base of the hardware and the model profile."""
+
+    subject: ClassVar[str]
+    """Name of the subcommand of ``vitpar profile``: hardware or model."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the profile in the JSON file `path`. Raises PlannerError, which names an invalid key."""
+        try:
+            return cls.model_validate(read_json(path))
+        except OSError as error:
+            raise PlannerError(
+                f"cannot read the {cls.subject} profile {shown(path)}: {error.strerror}: make one with `vitpar profile "
+                f"{cls.subject}`, or plan from a data sheet with --cluster 8xH100"
+            ) from None
+        except ValueError as error:
+            wrong = f"{shown(path)} is not a {cls.subject} profile, {first_wrong(error)}"
+            raise PlannerError(f"{wrong}: make one with `vitpar profile {cls.subject}`") from None
+
+    def save(self, path: Path) -> None:
+        """Write the profile as JSON, atomically: a reader sees the old file or the complete new one.
+
+        Raises PlannerError.
+        """
+        try:
+            write_text(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
+        except OSError as error:
+            raise PlannerError(f"cannot write the {self.subject} profile {shown(path)}: {error.strerror}") from None
 
 
 class Timing(ProfileRecord):
@@ -40,6 +100,19 @@ class Timing(ProfileRecord):
         return self.model_copy(update={"seconds": self.seconds + self.skew, "skew": 0.0})
 
 
+def each(part: Part, change: Callable[[Timing], Timing]) -> Part:
+    """Return a copy of a part of a profile with `change` applied to all timings in it."""
+    copied: Any = part
+    if isinstance(part, Timing):
+        copied = change(part)
+    elif isinstance(part, tuple):
+        copied = tuple(each(one, change) for one in part)
+    elif isinstance(part, ProfileRecord):
+        # A new object of the fields alone: model_copy would also copy what cached properties hold.
+        copied = part.model_construct(**{name: each(getattr(part, name), change) for name in type(part).model_fields})
+    return copied
+
+
 def exact(points: Iterable[tuple[int, float]]) -> tuple[Timing, ...]:
     """Return (size, seconds) pairs that were computed, not measured, as timings."""
     return tuple(Timing(size=size, seconds=seconds, spread=0, samples=1) for size, seconds in points)
@@ -61,17 +134,7 @@ class Curve(ProfileRecord):
 
     def slower(self, factor: float) -> Self:
         """Return a copy with all seconds multiplied by `factor`."""
-        return self._with(tuple(timing.slower(factor) for timing in self.timings))
-
-    def until_last(self) -> Self:
-        """Return a copy whose seconds are those of the slowest process, without skew."""
-        return self._with(tuple(timing.until_last() for timing in self.timings))
-
-    def _with(self, timings: tuple[Timing, ...]) -> Self:
-        """Return a copy with other points."""
-        # A new object of the fields alone: model_copy and dict() would also copy what cached properties hold.
-        kept = {name: getattr(self, name) for name in type(self).model_fields}
-        return type(self)(**{**kept, "timings": timings})
+        return each(self, lambda timing: timing.slower(factor))
 
     def seconds(self, size: float) -> float:
         """Return the seconds for `size`.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from vitpar.errors import PlannerError, StrategyError
@@ -23,19 +23,18 @@ from vitpar.planner.profile.activations import (
     given_elements,
     kept_elements,
     logits_elements,
-    normed_elements,
+    normed,
+    outer_parts,
     taken_elements,
     transient_elements,
+    usual_elements,
+    vitpar_elements,
 )
-from vitpar.planner.profile.block_bytes import Directions, usual_elements, vitpar_elements
 from vitpar.planner.profile.curves import Curve, exact
 from vitpar.planner.profile.profiles import (
-    CHECKPOINTS,
     Bytes,
     Hardware,
-    Kernels,
     LayerProfile,
-    Matmul,
     ModelProfile,
     WeightProfile,
     always_wrapped,
@@ -66,13 +65,15 @@ SCALING_LOSS = 0.012
 FLOAT8 = "float8_e4m3fn"
 """Key of the rate of fp8 products in a data sheet."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+RECOMPUTED = {"none": 0.0, "full": 1.0, "selective": 0.3}
+"""Share of a forward that a checkpointing policy adds to backward."""
 
 
 class Fitted(NamedTuple):
     """Constants fitted to published runs by experiments/calibration.py."""
 
     eager: float = 1.87
-    """Bytes that eager operations other than products read and write, relative to `block_bytes.usual_elements`."""
+    """Bytes that eager operations other than products read and write, relative to `usual_elements`."""
     tensor: float = 0.42
     """Share by which tensor parallelism prolongs computing: products of split widths are slower, and ranks wait for
     each other at every exchange."""
@@ -103,36 +104,6 @@ class _Product(NamedTuple):
         if forward:
             return max(size * self.taken, self.given)
         return max(size * self.given, self.taken) + max(self.taken, self.given)
-
-
-@dataclass(frozen=True)
-class _Counts:
-    """Work of one row (an image that a tensor-parallel group works on) on one of the group's ranks."""
-
-    products: tuple[_Product, ...]
-    """Products with weights."""
-    attention: float
-    """FLOPs of attention in forward."""
-    saved: float
-    """Elements kept for backward."""
-    workspace: float
-    """Transient elements on top of `saved`."""
-    logits: float = 0
-    """Logits for every token, which the loss keeps, and whose gradients are transient; 0 for a classifier's, which are
-    few."""
-
-    @property
-    def fixed(self) -> float:
-        """Transient bytes for any number of rows: the loss's exponentials, in float32 and in chunks."""
-        return 4 * LOSS_CHUNK if self.logits else 0
-
-    def saved_bytes(self, itemsize: int) -> float:
-        """Return the bytes kept for backward. itemsize: those of an element."""
-        return (self.saved + self.logits) * itemsize
-
-    def workspace_bytes(self, itemsize: int) -> float:
-        """Return the transient bytes on top of `saved_bytes` and `fixed`."""
-        return (self.workspace + self.logits) * itemsize
 
 
 def tensors(config: ModelConfig, ranks: int) -> tuple[str, ...]:
@@ -177,48 +148,39 @@ def estimate_model(
 
     Raises PlannerError if the hardware profile lacks these rates.
     """
-    copy = hardware.copy_
-    if copy is None or not hardware.matmuls:
+    rates = {matmul.dtype: matmul for matmul in hardware.matmuls}
+    numbers, copy = PRECISION_TYPES[precision], hardware.copy_
+    if copy is None or not rates:
         raise PlannerError(
             f"{hardware.name} has no rates to estimate a model with: profile the model, or use --cluster"
         )
-    numbers = PRECISION_TYPES[precision]
-    rates = {matmul.dtype: matmul for matmul in hardware.matmuls}
-    matmul = rates.get(numbers.compute.name, hardware.matmuls[0])
     if numbers.float8 and FLOAT8 not in rates:
         raise PlannerError(
             f"{hardware.name} has no rate of float8 matrix products: plan for bf16, or use GPUs that have it"
         )
-    layers, weights = [], []
-    host = fitted.host * len(config.layer_names) / len(config.blocks)
+    layers, weights, size = list[LayerProfile](), list[WeightProfile](), numbers.compute.itemsize
     for tensor in tensor_parts:
         strategy = parse(tensor).strategy
+        rows = [number * row_parts(strategy) for number in ROWS]
         for kind, layer in config.kinds.items():
             if unsplittable(layer, strategy):
                 continue
-            block = layer.is_block
             elements = layer_elements(layer, strategy).compute_numel
-            smallest = fp8_min_features if numbers.float8 and block else math.inf
-            kernels, float8 = hardware.kernels, rates.get(FLOAT8)
-            plain = _counts(layer, strategy, "none", smallest, kernels.attention_tile)
-            launches = FIRST_LAUNCHES if layer.first else LAST_LAUNCHES if layer.last else BLOCK_LAUNCHES
-            # An adapter has two products, a factor and a sum.
-            launches += 2 * sum(part.adapts for part in layer.parts)
-            operations = launches / (2 if compiled and block else 1)
-            if compiled and vitpar_blocks:
-                touched = vitpar_elements(config, layer, strategy, smallest)
-            else:
-                touched = usual_elements(layer, strategy)
-            size = numbers.compute.itemsize
-            least = host if vitpar_blocks and block else operations * LAUNCH
-            biased = layer.attention is not None and layer.attention.biased
-            time = _Time(
-                matmul, kernels, biased, float8, copy, plain, touched, size, operations, least, compiled, fitted
+            smallest = fp8_min_features if numbers.float8 and layer.is_block else math.inf
+            roofline = _Roofline(
+                config, layer, strategy, hardware, precision, smallest, compiled, vitpar_blocks, fitted
             )
+            forward = {number: roofline.seconds(number, forward=True) for number in rows}
+            backward = {number: roofline.seconds(number, forward=False) for number in rows}
             slower = 1 + fitted.tensor * (strategy.degree("tp") > 1)
-            for policy in CHECKPOINTS:
-                counts = _counts(layer, strategy, policy)
-                forward, backward = time.curves(row_parts(strategy), policy)
+            for policy, again in RECOMPUTED.items():
+                saved, space = _saved_and_workspace(layer, strategy, policy)
+                logits = logits_elements(layer, strategy)  # the loss keeps them, and their gradients are transient
+                # A weight's gradient is transient until it is accumulated. The largest weight of a block has about a
+                # third of its elements. The loss computes exponentials in float32 and in chunks.
+                fixed = elements / 3 * size + (4 * LOSS_CHUNK if logits else 0)
+                times = (forward.items(), ((number, backward[number] + again * forward[number]) for number in rows))
+                curves = [Curve(timings=exact(points)).slower(slower) for points in times]
                 for wrapped in (True,) if always_wrapped(tensor) else (False, True):
                     layers.append(
                         LayerProfile(
@@ -226,15 +188,11 @@ def estimate_model(
                             tensor=tensor,
                             checkpoint=policy,
                             wrapped=wrapped,
-                            forward=forward.slower(slower),
-                            backward=backward.slower(slower),
+                            forward=curves[0],
+                            backward=curves[1],
                             input_share=0.5 if layer.takes else 0.0,
-                            saved=Bytes(fixed=0, per_row=counts.saved_bytes(size)),
-                            # A weight's gradient is transient until it is accumulated. The largest weight of a block
-                            # has about a third of its elements.
-                            workspace=Bytes(
-                                fixed=elements / 3 * size + counts.fixed, per_row=counts.workspace_bytes(size)
-                            ),
+                            saved=Bytes(fixed=0, per_row=(saved + logits) * size),
+                            workspace=Bytes(fixed=fixed, per_row=(space + logits) * size),
                         )
                     )
             moved = copy.seconds(4 * elements * numbers.parameters.itemsize)
@@ -263,68 +221,64 @@ def estimate_model(
     return profile.slower(1 + SCALING_LOSS * math.log2(hardware.ranks / hardware.ranks_per_node), 1.0)
 
 
-@dataclass(frozen=True)
-class _Time:
-    """Roofline estimate of a layer's time."""
+class _Roofline:
+    """Estimate of a layer's time on one rank, without checkpointing.
 
-    matmul: Matmul
-    """Rate of products in the compute dtype."""
-    kernels: Kernels
-    """Rates of other kernels."""
-    biased: bool
-    """Whether the scores of attention have a bias."""
-    float8: Matmul | None
-    """Rate of float8 products; None if there is none."""
-    copy: Curve
-    """Rate of memory."""
-    counts: _Counts
-    """Work of one row, without checkpointing."""
-    touched: Directions
-    """Elements of one row that operations other than products and attention read and write, if compiled."""
-    itemsize: int
-    """Bytes of an element."""
-    operations: float
-    """Kernels of a forward."""
-    host: float
-    """Host seconds of a forward."""
-    compiled: bool
-    """Whether blocks are compiled."""
-    fitted: Fitted
-    """Constants of the calibration."""
+    smallest: smallest products in float8; infinity for none. Other parameters are those of `estimate_model`.
+    """
 
-    def curves(self, parts: int, policy: str) -> tuple[Curve, Curve]:
-        """Return the times of (forward, backward) over rows.
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: LayerDescription,
+        strategy: Strategy,
+        hardware: Hardware,
+        precision: str,
+        smallest: float,
+        compiled: bool,
+        vitpar_blocks: bool,
+        fitted: Fitted,
+    ) -> None:
+        rates, compute = {matmul.dtype: matmul for matmul in hardware.matmuls}, PRECISION_TYPES[precision].compute
+        assert hardware.copy_ is not None
+        self._copy, self._gap, self._itemsize = hardware.copy_, hardware.kernels.gap, compute.itemsize
+        self._matmul, self._float8 = rates.get(compute.name, hardware.matmuls[0]), rates.get(FLOAT8)
+        self._products = tuple(_products(layer, strategy, smallest))
+        self._attention, self._attention_rate = 0.0, hardware.kernels.attention
+        if layer.is_block:
+            attended = tiled_flops(layer.attention, hardware.kernels.attention_tile) if layer.attention else 0
+            self._attention = (layer.other_flops + attended) / strategy.degree("tp")
+            self._attention_rate *= BIASED if layer.attention and layer.attention.biased else 1.0
+        launches = FIRST_LAUNCHES if layer.first else LAST_LAUNCHES if layer.last else BLOCK_LAUNCHES
+        # An adapter has two products, a factor and a sum.
+        launches += 2 * sum(part.adapts for part in layer.parts)
+        self._operations = launches / (2 if compiled and layer.is_block else 1)
+        ours = fitted.host * len(config.layer_names) / len(config.blocks)
+        self._host = ours if vitpar_blocks and layer.is_block else self._operations * LAUNCH
+        if compiled and vitpar_blocks:
+            self._touched = vitpar_elements(config, layer, strategy, smallest)
+        else:
+            self._touched = usual_elements(layer, strategy)
+        self._passes, self._quantising = 1.0 if compiled else fitted.eager, QUANTISING[compiled]
 
-        parts: the numbers of rows are multiples of it.
-        policy: checkpointing policy, which adds its share of a forward to backward.
-        """
-        again = {"none": 0.0, "full": 1.0, "selective": 0.3}[policy]
-        sizes = [rows * parts for rows in ROWS]
-        once = {rows: self._seconds(rows, forward=True) for rows in sizes}
-        backward = exact((rows, self._seconds(rows, forward=False) + again * once[rows]) for rows in sizes)
-        return Curve(timings=exact(once.items())), Curve(timings=backward)
-
-    def _seconds(self, rows: int, forward: bool) -> float:
+    def seconds(self, rows: int, forward: bool) -> float:
         """Return the seconds of `rows` rows in forward or backward."""
         # Backward has two products (for gradients of inputs and of weights) for one of forward, and twice the rest.
-        counts, times = self.counts, 1 if forward else 2
-        computed = 0.0
-        for product in counts.products:
-            first = self.float8 if product.float8 and self.float8 else self.matmul
-            rates = [first] + [self.matmul] * (not forward)
+        times, computed = 1 if forward else 2, 0.0
+        for product in self._products:
+            first = self._float8 if product.float8 and self._float8 else self._matmul
+            rates = [first] + [self._matmul] * (not forward)
             computed += sum(rate.seconds(rows * product.flops) for rate in rates)
-        if counts.attention:
-            rate = self.kernels.attention * (BIASED if self.biased else 1.0)
-            computed += times * self.matmul.seconds(rows * counts.attention) / rate
+        if self._attention:
+            computed += times * self._matmul.seconds(rows * self._attention) / self._attention_rate
         # At its start a product mostly reads and at its end mostly writes, while few FLOPs are computed. This costs the
         # time to move the larger of input and output, so narrow products are slower.
-        touched = self.touched[0 if forward else 1] * (1 if self.compiled else self.fitted.eager)
-        touched += sum(product.edges(forward) for product in counts.products)
-        scaled = sum(p.taken if forward else p.given for p in counts.products if p.float8)
-        touched += QUANTISING[self.compiled] * scaled
-        computed += self.copy.seconds(rows * touched * self.itemsize)
-        host = self.host * (1 if forward else HOST_BACKWARD)
-        return max(computed + times * self.operations * self.kernels.gap, host)
+        touched = self._touched[0 if forward else 1] * self._passes
+        touched += sum(product.edges(forward) for product in self._products)
+        touched += self._quantising * sum(p.taken if forward else p.given for p in self._products if p.float8)
+        computed += self._copy.seconds(rows * touched * self._itemsize)
+        host = self._host * (1 if forward else HOST_BACKWARD)
+        return max(computed + times * self._operations * self._gap, host)
 
 
 def tiled_flops(shape: AttentionShape, tile: int) -> int:
@@ -334,42 +288,31 @@ def tiled_flops(shape: AttentionShape, tile: int) -> int:
     return replace(shape, tokens=-(-shape.tokens // tile) * tile).flops
 
 
-def _counts(
-    layer: LayerDescription, strategy: Strategy, policy: str, fp8_min_features: float = math.inf, tile: int = 1
-) -> _Counts:
-    """Return the work of one row under a tensor-parallel mode and a checkpointing policy.
+def _saved_and_workspace(layer: LayerDescription, strategy: Strategy, policy: str) -> tuple[float, float]:
+    """Return the elements of a row, without logits, that a rank (keeps for backward, needs besides).
 
-    fp8_min_features: smallest products in float8; infinity for none. tile: tokens of an attention tile.
+    policy: checkpointing policy.
     """
-    t, mode = strategy.degree("tp"), strategy.mode
-    # Parts that activations outside the products are split into.
-    parts = 1 if mode == "1d" else t
-    given = layer.gives.elements
-    products = tuple(_products(layer, strategy, fp8_min_features))
+    outside, gives = outer_parts(strategy), layer.gives.elements
     if layer.first:
-        pixels = sum(product.taken for product in products if product.taken)
-        normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
-        saved = given / parts + normed + (0 if policy == "full" else pixels)
-        return _Counts(products, 0.0, saved, given / parts)
+        pixels = sum(product.taken for product in _products(layer, strategy, math.inf))
+        return gives / outside + normed(layer) / outside + (0 if policy == "full" else pixels), gives / outside
     if layer.last:
-        taken = (layer.takes or layer.gives).elements / parts
-        normed = sum(normed_elements(part) for part in layer.parts if part.role == "norm") / parts
-        return _Counts(products, 0.0, 2 * normed, taken, logits_elements(layer, strategy))
-    kept = sum(kept_elements(layer, strategy, "none")) if layer.saved is None else layer.saved / t
+        return 2 * (normed(layer) / outside), (layer.takes or layer.gives).elements / outside
+    kept = (
+        layer.saved / strategy.degree("tp") if layer.saved is not None else sum(kept_elements(layer, strategy, "none"))
+    )
     space = transient_elements(layer, strategy)
-    if policy != "none":
-        # Backward recomputes what was not kept: it is alive while the layer computes, as workspace.
-        less = sum(kept_elements(layer, strategy, policy))
-        space = max(space, kept + space - less + (given / parts if policy == "selective" else 0))
-        kept = less
-    attended = tiled_flops(layer.attention, tile) if layer.attention else 0
-    return _Counts(products, (layer.other_flops + attended) / t, kept, space)
+    if policy == "none":
+        return kept, space
+    # Backward recomputes what was not kept: it is alive while the layer computes, as workspace.
+    less = sum(kept_elements(layer, strategy, policy))
+    return less, max(space, kept + space - less + (gives / outside if policy == "selective" else 0))
 
 
 def _products(layer: LayerDescription, strategy: Strategy, fp8_min_features: float) -> Iterator[_Product]:
     """Yield the products of a layer on one rank."""
-    t, side = strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
-    parts = 1 if strategy.mode == "1d" else t
+    t, side, parts = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], outer_parts(strategy)
     # A product's input and output are split into `inner` and `outer` parts; the next product swaps them.
     inner, outer = {"2d": (side, side), "3d": (side**2, side**2)}.get(strategy.tensor_mode, (1, t))
     for part in layer.parts:

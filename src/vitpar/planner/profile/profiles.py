@@ -6,13 +6,25 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field
 
 from vitpar.limits import MAX_AMOUNT, MAX_RANKS
-from vitpar.planner.profile.curves import Curve, Timing
-from vitpar.planner.profile.record import Amount, Factor, Measure, Notes, Profile, ProfileRecord, Ranks, Rate, Share
+from vitpar.planner.profile.curves import (
+    Amount,
+    Curve,
+    Factor,
+    Measure,
+    Notes,
+    Profile,
+    ProfileRecord,
+    Ranks,
+    Rate,
+    Share,
+    Timing,
+    each,
+)
 from vitpar.strategy import parse
 from vitpar.strategy.execution import FP8_MIN_FEATURES, Rules
 
@@ -168,22 +180,13 @@ class Hardware(Profile):
         host = self.host and self.host.slower(sending).model_copy(update={"update": self.host.update * computing})
         return self.model_copy(
             update={
-                "matmuls": tuple(matmul.slower(computing) for matmul in self.matmuls),
+                "matmuls": each(self.matmuls, lambda timing: timing.slower(computing)),
                 "copy_": self.copy_ and self.copy_.slower(computing),
-                "links": tuple(link.slower(sending) for link in self.links),
+                "links": each(self.links, lambda timing: timing.slower(sending)),
                 "host": host,
                 "pipeline": self.pipeline * computing,
             }
         )
-
-    def at_pace(self, pace: float) -> Self:
-        """Return a copy scaled to cores of another speed; the profile itself if either pace is unknown (0).
-
-        pace: seconds of the speed probe on those cores.
-        """
-        if not (pace and self.pace):
-            return self
-        return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})
 
 
 class Bytes(ProfileRecord):
@@ -223,16 +226,6 @@ class LayerProfile(ProfileRecord):
     """Bytes kept from forward to backward."""
     workspace: Bytes
     """Peak of transient bytes on top of `saved`, in forward or backward."""
-
-    def slower(self, factor: float) -> Self:
-        """Return a copy with all seconds multiplied by `factor`."""
-        curves = {"forward": self.forward.slower(factor), "backward": self.backward.slower(factor)}
-        return self.model_copy(update=curves)
-
-    def until_last(self) -> Self:
-        """Return a copy whose seconds are those of the slowest process, without skew."""
-        curves = {"forward": self.forward.until_last(), "backward": self.backward.until_last()}
-        return self.model_copy(update=curves)
 
 
 class WeightProfile(ProfileRecord):
@@ -311,21 +304,12 @@ class ModelProfile(Profile):
         """Return a copy with the seconds of computing and of communication multiplied by a factor each."""
         return self.model_copy(
             update={
-                "layers": tuple(layer.slower(computing) for layer in self.layers),
+                "layers": each(self.layers, lambda timing: timing.slower(computing)),
                 "weights": tuple(weights.slower(sending) for weights in self.weights),
                 "optimizer": self.optimizer.slower(computing),
                 "microbatch": self.microbatch * computing,
             }
         )
-
-    def at_pace(self, pace: float) -> Self:
-        """Return a copy scaled to cores of another speed; the profile itself if either pace is unknown (0).
-
-        pace: seconds of the speed probe on those cores.
-        """
-        if not (pace and self.pace):
-            return self
-        return self.slower(pace / self.pace, pace / self.pace).model_copy(update={"pace": pace})
 
     def steady(self) -> Self:
         """Return a copy with the times of ranks that compute without a pause; the profile itself on cores of their own.
@@ -337,15 +321,20 @@ class ModelProfile(Profile):
         core for itself while the others wait.
         """
         shared = self.processes * self.threads / self.cores
-        if self.device == "cuda" or shared <= 1:
-            return self
-        return self.model_copy(
-            update={
-                "layers": tuple(layer.until_last() for layer in self.layers),
-                "weights": tuple(w.model_copy(update={"gather": w.gather.until_last()}) for w in self.weights),
-                "optimizer": self.optimizer.until_last(),
-            }
-        )
+        return self if self.device == "cuda" or shared <= 1 else each(self, Timing.until_last)
+
+
+AnyProfile = TypeVar("AnyProfile", Hardware, ModelProfile)
+
+
+def at_pace(profile: AnyProfile, pace: float) -> AnyProfile:
+    """Return a profile scaled to cores of another speed; the profile itself if either pace is unknown (0).
+
+    pace: seconds of the speed probe on those cores.
+    """
+    if not (pace and profile.pace):
+        return profile
+    return profile.slower(pace / profile.pace, pace / profile.pace).model_copy(update={"pace": pace})
 
 
 @cache

@@ -9,7 +9,6 @@ from typing import Any
 
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, plan_title, price, schedule_words
-from vitpar.planner.report.comparison import comparison_table
 from vitpar.planner.report.data import (
     COLUMNS,
     Record,
@@ -27,7 +26,7 @@ from vitpar.planner.report.data import (
     title_of,
     why_words,
 )
-from vitpar.planner.report.scaling import COLUMN_WORDS, WORDS, scaling_notes, scaling_table
+from vitpar.planner.report.tables import COLUMN_WORDS, WORDS, comparison_table, scaling_notes, scaling_table
 from vitpar.planner.report.timeline import messages, timeline
 from vitpar.planner.search.gains import with_links
 from vitpar.planner.search.ranking import form

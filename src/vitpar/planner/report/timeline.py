@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import pairwise
 
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import placed
@@ -80,17 +79,13 @@ def messages(price: Price) -> tuple[SentMessage, ...]:
 def _joined(spans: list[Span]) -> tuple[Span, ...]:
     """Merge neighbouring spans of the same action."""
     joined: list[Span] = []
-    for row in (COMPUTES, SENDS):
-        mine = sorted((span for span in spans if span.row == row), key=lambda span: span.start)
-        starts = [0] + [
-            number
-            for number, (one, two) in enumerate(pairwise(mine), start=1)
-            if (one.what, one.microbatch) != (two.what, two.microbatch) or two.start - one.end > 1e-9
-        ]
-        for first, after in pairwise([*starts, len(mine)]):
-            if first < after:
-                begun, end = mine[first], mine[after - 1]
-                joined.append(Span(row, begun.what, begun.start, end.end, begun.microbatch))
+    for span in sorted(spans, key=lambda span: (span.row, span.start)):
+        last = joined[-1] if joined else None
+        alike = last and (last.row, last.what, last.microbatch) == (span.row, span.what, span.microbatch)
+        if last and alike and span.start - last.end <= 1e-9:
+            joined[-1] = replace(last, end=span.end)
+        else:
+            joined.append(span)
     return tuple(sorted(joined, key=lambda span: (span.start, span.row)))
 
 
@@ -112,12 +107,6 @@ class _Recorder(Streams):
         sent = [Span(SENDS, self._awaited.get(job, "gradients"), a, b, number) for job, a, b, number in self._jobs]
         return [*self._spans, *sent]
 
-    def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
-        """Record the computing."""
-        begun = self.at
-        super().compute(seconds, what, skew)
-        self._note(COMPUTES, what, begun)
-
     def wait(self, job: Transfer | None, what: str) -> None:
         """Record what the rank waits for; all transfers that nothing waited for are gradients."""
         if job is not None:
@@ -127,21 +116,19 @@ class _Recorder(Streams):
     def meet(self) -> None:
         begun = self.at
         super().meet()
-        self._note(COMPUTES, "uneven", begun)
+        self._note("uneven", begun)
 
-    def block(self, seconds: float, what: str, across: bool | None = None) -> None:
-        if seconds > 0:
-            self.meet()
-        begun = self.at
-        super().block(seconds, what, across)
-        self._note(COMPUTES if what in (*LOCAL, "backward") else SENDS, what, begun)
+    def _book(self, what: str, begun: float) -> None:
+        super()._book(what, begun)
+        self._note(what, begun)
 
     def _advance(self, seconds: float, heads: list[Transfer], rates: list[float], across: bool = False) -> None:
         """Record the background transfers that progress."""
         self._jobs += [(head, self.at, self.at + seconds, self.microbatch) for head in heads]
         super()._advance(seconds, heads, rates, across)
 
-    def _note(self, row: str, what: str, begun: float) -> None:
+    def _note(self, what: str, begun: float) -> None:
         """Record a span from `begun` until now, unless it is empty."""
         if self.at > begun:
+            row = COMPUTES if what in (*LOCAL, "forward", "backward") else SENDS
             self._spans.append(Span(row, what, begun, self.at, self.microbatch))

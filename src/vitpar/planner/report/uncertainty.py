@@ -4,19 +4,54 @@ The relative spread of a timing is half its interquartile range over its median.
 the spread of its timings, and the step has the mean of its parts, weighted by seconds; parts without timings, such as
 waiting for a stage, are as uncertain as the others. Spreads are not combined in quadrature, because they are not
 independent: a disturbance of some minutes affects all measurements of that time.
+
+The error bands of speeds that are estimated from data sheets come from the runs that resemble a prediction.
+experiments/calibration.py predicts every run by constants that are fitted without it. The band of n runs is the error
+of rank ⌈0.8 (n + 1)⌉, in full percent: it holds 80 % of further runs that are drawn like these.
 """
 
 from __future__ import annotations
 
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitpar.planner.cost.layer import LayerCosts, tensor_name
 from vitpar.planner.cost.price import Price
-from vitpar.planner.profile.bands import OTHERS, VITPAR, Band, error_band
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.profiles import Operation
 from vitpar.strategy import batch_arithmetic
+
+
+class Band(NamedTuple):
+    """Error band, and the runs that it rests on."""
+
+    share: float
+    """Measured speeds are within this share of the predicted ones."""
+    runs: int
+    """Number of runs."""
+    description: str
+    """Source of the runs, in words."""
+
+    def __str__(self) -> str:
+        return f"± {100 * self.share:.0f} %"
+
+
+VITPAR = Band(0.08, 9, "runs of vitpar on one H100 or H200")
+"""Band of vitpar's compiled Vision Transformers in bf16 on one of MEASURED."""
+OTHERS = Band(
+    0.12, 6, "runs of vitpar on one H100 or H200 (MAE, BERT, T5, fp8, and small steps that wait for the host)"
+)
+"""Band of vitpar's other compiled steps there: of other models, in other precisions, or bound by the host."""
+MEASURED = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+"""Devices of these runs."""
+BANDS = {
+    (True, False): Band(0.15, 5, "published runs of compiled PyTorch on one GPU"),
+    (True, True): Band(0.30, 20, "published runs of compiled blocks on several GPUs"),
+    (False, False): Band(0.08, 19, "published runs of eager PyTorch on one GPU (18 on an RTX 3090)"),
+    (False, True): Band(0.29, 9, "published runs of eager blocks on several GPUs"),
+}
+"""Bands of runs by other code, by whether blocks are compiled and whether there are several devices."""
+
 
 SENT: dict[str, tuple[Operation, ...]] = {
     "tensor": ("all_reduce", "all_gather", "reduce_scatter"),
@@ -33,7 +68,7 @@ def uncertainty(price: Price, costs: LayerCosts) -> dict[str, Any] | None:
     The step may take `share` of its time more or less. `source` says what that rests on, behind the share and a colon.
     """
     if costs.model.estimated:
-        band = error_band(costs.config, costs.model, price.plan.world_size, _host_bound(price, costs))
+        band = _error_band(price, costs)
         return {"share": band.share, "of": "estimates", "runs": band.runs, "source": band_source(band)}
     spreads = {
         "forward": _layer_spread(price, costs, "forward"),
@@ -58,12 +93,17 @@ def band_source(band: Band) -> str:
     return f"{words}; none is of vitpar ({VITPAR.runs} {VITPAR.description}, compiled: {VITPAR})"
 
 
-def _host_bound(price: Price, costs: LayerCosts) -> bool:
-    """Return whether the host needs as long for the blocks of a micro-batch as the device."""
+def _error_band(price: Price, costs: LayerCosts) -> Band:
+    """Return the band of a prediction: that of vitpar's runs if they resemble it."""
+    model, ranks = costs.model, price.plan.world_size
+    if not (model.compiled and ranks == 1 and model.device_name in MEASURED):
+        return BANDS[model.compiled, ranks > 1]
     rows = batch_arithmetic(price.plan, price.batch_size).microbatch_rows
     blocks = {layer.kind for layer in costs.whole.block_kinds}
-    curves = [layer.forward for layer in costs.model.layers if layer.layer in blocks and layer.tensor == "tp1"]
-    return any(curve.seconds(rows) <= curve.seconds(1) for curve in curves)
+    curves = [layer.forward for layer in model.layers if layer.layer in blocks and layer.tensor == "tp1"]
+    # The time of one row is the host's: it needs as long for the blocks of a micro-batch as the device, or longer.
+    host_bound = any(curve.seconds(rows) <= curve.seconds(1) for curve in curves)
+    return VITPAR if costs.config.CALIBRATED and model.precision == "bf16" and not host_bound else OTHERS
 
 
 def _median(curves: list[Curve]) -> float:

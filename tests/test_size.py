@@ -15,7 +15,7 @@ MOST = {
     "src/vitpar/kernels": 398,
     "src/vitpar/launch": 1_480,
     "src/vitpar/models": 8_591,
-    "src/vitpar/parallel": 3_146,
+    "src/vitpar/parallel": 3_143,
     "src/vitpar/planner": 11_323,
     "src/vitpar/recipe": 3_048,
     "src/vitpar/runs": 2_939,

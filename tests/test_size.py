@@ -19,7 +19,7 @@ MOST = {
     "src/vitpar/planner": 11_058,
     "src/vitpar/recipe": 3_048,
     "src/vitpar/runs": 2_939,
-    "src/vitpar/strategy": 2_700,
+    "src/vitpar/strategy": 2_699,
     "src/vitpar/tasks": 3_092,
     "src/vitpar/training": 6_871,
     "src/vitpar/weights": 2_192,

@@ -56,7 +56,7 @@ def gathered_linear(
 
 
 class _Linear(torch.autograd.Function):
-    """Both layers. dim: the dim along which ranks hold parts of the input; None if each has all of it."""
+    """Product with this rank's weight. dim: the dim along which ranks hold parts of `x`; None if each has all of it."""
 
     @staticmethod
     def forward(

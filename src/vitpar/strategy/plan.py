@@ -119,9 +119,7 @@ class Plan:
         """
         words = {selector: strategy for selector, strategy in self.layers if blocks_of(selector) is None}
         if name := next((selector for selector in words if selector not in WORDS), None):
-            raise StrategyError(
-                f"blocks are called '{name}', which only a model tells: validate the plan for the model"
-            )
+            raise StrategyError(f"only a model says which blocks '{name}' names: validate the plan for the model")
         depth = len(layer_names) - 2
         by_block: dict[int, Strategy] = {}
         for selector, strategy in self.layers:

@@ -9,7 +9,7 @@ equal size) are priced one by one, with every schedule and number of micro-batch
 effort and three memory budgets: one that few uniform plans fit, one that a quarter of them fit, and one that all fit.
 Searches on slow networks follow (`CASES`), among them pairs of which one has fewer options.
 Exit code 1: a choice was slower than a uniform plan or one with fewer options, or more than 1 % slower than before.
-Earlier rows: experiments/results/raw/search_2core_2026-11-29.json.
+Earlier rows: experiments/results/raw/search_2core_2026-11-30.json.
 """
 
 from __future__ import annotations

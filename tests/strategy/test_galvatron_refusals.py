@@ -28,7 +28,7 @@ WRONG_COLUMNS = [
     ("changes", "message"),
     [
         # keys and types
-        ({"pp_size": 2}, f"{WRONG} unknown key 'pp_size': correct it"),
+        ({"embed_sdp": 0, "vocab_sdp": 1}, f"{WRONG} unknown key 'vocab_sdp': correct it"),
         *(
             ({key: value}, rf"{WRONG} {key}(\.[0-9]+)?: Input should be .*: correct it")
             for key, value in WRONG_VALUES + WRONG_COLUMNS

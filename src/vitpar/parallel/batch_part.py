@@ -21,34 +21,19 @@ class BatchPart:
 
     def __init__(self, config: ModelConfig, plan: Plan, batch_size: int, stage_rank: int) -> None:
         strategies = tuple(plan.strategies(config.layer_names).values())
-        self._images, self._outputs = image_layout(strategies[0]), output_layout(strategies[-1])
-        self._stage_rank, self.batch = stage_rank, batch_arithmetic(plan, batch_size)
+        self._image_layout, outputs = image_layout(strategies[0]), output_layout(strategies[-1])
+        self.batch = batch_arithmetic(plan, batch_size)
+        self.images, self.outputs = self._image_layout[stage_rank], outputs[stage_rank]
+        self.output_copies = copies(outputs, stage_rank)
+        """Ranks of the stage, this one included, that have the same outputs."""
+        self.first_of_outputs = self.output_copies[0] == stage_rank
+        """Whether this rank is the first of `output_copies`."""
         self.travel = tuple(layout[stage_rank] for layout in travel_layouts(config, plan))
         """Layout of what each stage gives the next one."""
 
-    @property
-    def images(self) -> ActivationPart:
-        """Part of the images."""
-        return self._images[self._stage_rank]
-
-    @property
-    def outputs(self) -> ActivationPart:
-        """Part of the outputs."""
-        return self._outputs[self._stage_rank]
-
-    @property
-    def output_copies(self) -> list[int]:
-        """Ranks of the stage, this one included, that have the same outputs."""
-        return copies(self._outputs, self._stage_rank)
-
-    @property
-    def first_of_outputs(self) -> bool:
-        """Whether this rank is the first of `output_copies`."""
-        return self.output_copies[0] == self._stage_rank
-
     def image_groups(self, ranks: Sequence[int]) -> list[list[int]]:
         """Return `ranks`, those of the first stage, grouped by those that take the same images."""
-        groups = {tuple(copies(self._images, stage_rank)) for stage_rank in range(len(ranks))}
+        groups = {tuple(copies(self._image_layout, stage_rank)) for stage_rank in range(len(ranks))}
         return [[ranks[stage_rank] for stage_rank in group] for group in sorted(groups)]
 
     def pieces(self, batch: int) -> list[int]:

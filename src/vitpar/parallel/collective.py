@@ -148,66 +148,42 @@ def _wide(x: Tensor) -> Tensor:
 class _SplitNorm(torch.autograd.Function):
     """Normalization over features that `group` splits, without weight and bias.
 
-    Forward all-reduces one number per token twice, backward two numbers per token once.
+    centres: whether the mean is subtracted, as in LayerNorm; not in RMSNorm.
+
+    Forward all-reduces one number per token, and before it another one for the mean. Backward all-reduces one or two
+    numbers per token in one message.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float, group: ProcessGroup, centres: bool) -> Tensor:
         width, wide = x.shape[-1] * group.size(), _wide(x)
-        mean = all_reduce(wide.sum(-1, keepdim=True), group) / width
-        centred = wide - mean
+        mean = all_reduce(wide.sum(-1, keepdim=True), group) / width if centres else None
         # Centred squares, although they need a second all-reduce: E[x^2] - E[x]^2 cancels where the mean is large.
-        variance = all_reduce(centred.square().sum(-1, keepdim=True), group) / width
-        scale = torch.rsqrt(variance + eps)
+        centred = wide if mean is None else wide - mean
+        scale = torch.rsqrt(all_reduce(centred.square().sum(-1, keepdim=True), group) / width + eps)
         ctx.group, ctx.width = group, width
-        ctx.save_for_backward(x, mean, scale)
+        ctx.save_for_backward(x, scale, *([] if mean is None else [mean]))
         return (centred * scale).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        x, mean, scale = ctx.saved_tensors
-        normal = (x.to(mean.dtype) - mean) * scale
-        wide = gradient.to(mean.dtype)
-        # Both sums of the LayerNorm gradient in one message.
-        sums = torch.cat([wide.sum(-1, keepdim=True), (wide * normal).sum(-1, keepdim=True)], dim=-1)
-        first, second = (all_reduce(sums, ctx.group) / ctx.width).split(1, dim=-1)
-        return ((wide - first - normal * second) * scale).to(gradient.dtype), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        x, scale, *mean = ctx.saved_tensors
+        centred, wide = x.to(scale.dtype), gradient.to(scale.dtype)
+        normal = (centred - mean[0] if mean else centred) * scale
+        sums = (wide * normal).sum(-1, keepdim=True)
+        if mean:
+            sums = torch.cat([wide.sum(-1, keepdim=True), sums], dim=-1)
+        means = all_reduce(sums, ctx.group) / ctx.width
+        if mean:
+            wide = wide - means[..., :1]
+        return ((wide - normal * means[..., -1:]) * scale).to(gradient.dtype), None, None, None
 
 
-def split_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, group: ProcessGroup) -> Tensor:
-    """Return ``layer_norm`` of `x`, whose features are sharded over `group`, as are weight and bias.
+def split_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, group: ProcessGroup) -> Tensor:
+    """Return ``layer_norm`` of `x`, or ``rms_norm`` without bias. Features, weight and bias are sharded over `group`.
 
     x: [..., features / n]; the result has the same shape. weight, bias: [features / n].
     Only statistics are communicated: DTensor's ``layer_norm`` would all-gather the features.
     """
-    return _SplitNorm.apply(x, eps, group) * weight + bias
-
-
-class _SplitRMSNorm(torch.autograd.Function):
-    """Division by the root mean square of features that `group` splits, without weight.
-
-    Forward and backward all-reduce one number per token each.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float, group: ProcessGroup) -> Tensor:
-        width, wide = x.shape[-1] * group.size(), _wide(x)
-        scale = torch.rsqrt(all_reduce(wide.square().sum(-1, keepdim=True), group) / width + eps)
-        ctx.group, ctx.width = group, width
-        ctx.save_for_backward(x, scale)
-        return (wide * scale).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        x, scale = ctx.saved_tensors
-        normal, wide = x.to(scale.dtype) * scale, gradient.to(scale.dtype)
-        along = all_reduce((wide * normal).sum(-1, keepdim=True), ctx.group) / ctx.width
-        return ((wide - normal * along) * scale).to(gradient.dtype), None, None
-
-
-def split_rms_norm(x: Tensor, weight: Tensor, eps: float, group: ProcessGroup) -> Tensor:
-    """Return ``rms_norm`` of `x`, whose features are sharded over `group`, as is the weight.
-
-    x: [..., features / n]; the result has the same shape. weight: [features / n].
-    """
-    return _SplitRMSNorm.apply(x, eps, group) * weight
+    y = _SplitNorm.apply(x, eps, group, bias is not None) * weight
+    return y if bias is None else y + bias

@@ -47,12 +47,8 @@ def compiler_fault(device: torch.device) -> str | None:
     """Return the reason why the compiler does not work for `device`, None if it compiles a small function."""
     x = torch.ones(8, device=device, requires_grad=True)
     try:
-        torch.compile(_few_operations)(x).sum().backward()
+        torch.compile(lambda x: torch.nn.functional.gelu(x) * 2)(x).sum().backward()
     except Exception as error:  # of any kind: a missing or broken C++ compiler, Triton, driver, full disk
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return f"the compiler does not work for this {device.type} device ({reason})"
     return None
-
-
-def _few_operations(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x) * 2

@@ -97,7 +97,7 @@ class GradientSum:
             self._start()
 
     def _start(self) -> None:
-        gradients = [_gradient(p) for p in self._parameters]
+        gradients = [local_gradient(p) for p in self._parameters]
         # Each gradient is read once and written once. Gradients that are views of a message from the start (DDP's
         # gradient_as_bucket_view) save nothing: the first backward of a step would read both and write the sum, or copy
         # as here, instead of keeping the tensor that the product has written.
@@ -140,13 +140,14 @@ class GradientSum:
         assert self._running is not None
         self._running.wait()
         if self._total.dtype is not self._parameters[0].dtype:
-            torch._foreach_copy_([_gradient(p) for p in self._parameters], self._parts())
+            torch._foreach_copy_([local_gradient(p) for p in self._parameters], self._parts())
         self._running = None
         del self._total
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "not every parameter of the layers has a gradient"
+def local_gradient(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter's gradient."""
+    assert parameter.grad is not None, "a parameter has no gradient"
     return to_local(parameter.grad)
 
 
@@ -212,18 +213,16 @@ def prefetch(forward: Sequence[nn.Module], backward: Sequence[nn.Module], ahead:
     backward: those that have a backward: all from one on.
     ahead: number of layers; None for FSDP2's default.
     """
+    forwards, backwards = _wrapped(forward), _wrapped(backward)
     if ahead is not None:
-        for index, layer in enumerate(forward):
-            assert isinstance(layer, FSDPModule)
-            layer.set_modules_to_forward_prefetch(_wrapped(forward[index + 1 : index + 1 + ahead]))
-        for index, layer in enumerate(backward):
-            assert isinstance(layer, FSDPModule)
-            layer.set_modules_to_backward_prefetch(_wrapped(backward[max(0, index - ahead) : index][::-1]))
-    if backward and len(backward) < len(forward):
+        for index, layer in enumerate(forwards):
+            layer.set_modules_to_forward_prefetch(forwards[index + 1 : index + 1 + ahead])
+        for index, layer in enumerate(backwards):
+            layer.set_modules_to_backward_prefetch(backwards[max(0, index - ahead) : index][::-1])
+    if backwards and len(backwards) < len(forwards):
         # upstream: by default FSDP2 gathers the layer below, although it has no backward. An empty list means the
         # default; a layer that fetches itself fetches nothing.
-        (first,) = _wrapped(backward[:1])
-        first.set_modules_to_backward_prefetch([first])
+        backwards[0].set_modules_to_backward_prefetch(backwards[:1])
 
 
 def _wrapped(layers: Iterable[nn.Module]) -> list[FSDPModule]:
@@ -236,7 +235,7 @@ def reduce_always(root: nn.Module, layers: Iterable[nn.Module]) -> None:
     Pipeline schedules and `set_last_micro_batch` switch it off recursively through ``root.set_requires_gradient_sync``.
     That method is replaced on the instance, because a setting on the layers alone would be overwritten.
     """
-    eager = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    eager = _wrapped(layers)
     assert isinstance(root, FSDPModule)
     set_all = root.set_requires_gradient_sync
 
@@ -257,9 +256,8 @@ def set_last_micro_batch(root: nn.Module, last: bool, kept: Iterable[nn.Module])
     if isinstance(root, FSDPModule):
         root.set_is_last_backward(last)
         root.set_requires_gradient_sync(last)
-    for layer in kept:
-        if isinstance(layer, FSDPModule):
-            layer.set_reshard_after_backward(last)
+    for layer in _wrapped(kept):
+        layer.set_reshard_after_backward(last)
 
 
 def free_gathered(root: nn.Module) -> None:
@@ -267,6 +265,5 @@ def free_gathered(root: nn.Module) -> None:
 
     Needed after sharded parameters were changed in place.
     """
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in _wrapped(root.modules()):
+        module.reshard()

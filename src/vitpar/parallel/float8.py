@@ -18,7 +18,6 @@ complete weight.
 
 from __future__ import annotations
 
-from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -128,7 +127,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fast: Fast = F
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    return module.multiply(x, to_local(module.weight), None if module.bias is None else to_local(module.bias))
+    bias = None if module.bias is None else to_local(module.bias)
+    return linear(x, to_local(module.weight), bias, module.float8)
 
 
 def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: Fast = Fast()) -> None:
@@ -153,10 +153,8 @@ def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: Fa
                 f"{block_name}.{name} has {sizes[0]} x {sizes[1]}: use bf16, or a plan that splits it less"
             )
         module.float8 = fast  # type: ignore[assignment]
-        if (method := product_name(module)) not in vars(
-            module
-        ):  # a split module has its own forward, which reads `float8`
-            module.multiply = partial(linear, fast=fast)  # type: ignore[assignment]
+        # A split module has its own forward, which reads `float8`, too.
+        if (method := product_name(module)) not in vars(module):
             setattr(module, method, MethodType(_forward, module))
 
 

@@ -39,7 +39,7 @@ def column_linear(
     weight, bias: this rank's [out, in] and [out].
     in_float8: which float8 products are fast (``vitpar.parallel.float8``); None to multiply in the type of `x`.
     """
-    return _ColumnLinear.apply(x, weight, bias, group, in_float8)
+    return _Linear.apply(x, weight, bias, None, group, in_float8)
 
 
 def gathered_linear(
@@ -52,64 +52,42 @@ def gathered_linear(
     in_float8: which float8 products are fast (``vitpar.parallel.float8``); None to multiply in the type of `x`.
     Backward reduce-scatters the gradient of `x`, Partial -> Shard(dim), as each rank's weight contributes to all of it.
     """
-    return _GatheredLinear.apply(x, weight, bias, dim, group, in_float8)
+    return _Linear.apply(x, weight, bias, dim, group, in_float8)
 
 
-class _ColumnLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, in_float8: Fast | None
-    ) -> Tensor:
-        ctx.group, ctx.in_float8 = group, in_float8
-        ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias, in_float8)
+class _Linear(torch.autograd.Function):
+    """Product with this rank's weight. dim: the dim along which ranks hold parts of `x`; None if each has all of it."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        return *_gradients(ctx, gradient, None), None, None
-
-
-class _GatheredLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        dim: int,
+        dim: int | None,
         group: ProcessGroup,
         in_float8: Fast | None,
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.in_float8 = dim, group, in_float8
         # Save this rank's part, not the gathered tensor, which takes group.size() times the memory.
         ctx.save_for_backward(x, weight)
-        return _product(all_gather(x, dim, group), weight, bias, in_float8)
+        whole = x if dim is None else all_gather(x, dim, group)
+        # The bias in the product: added to its output, it costs two passes over it.
+        if in_float8:
+            return product(whole, weight, in_float8.output, bias)
+        return torch.nn.functional.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        return *_gradients(ctx, gradient, ctx.dim), None, None, None
+        for_x, for_weight = _for_operands(ctx, gradient)
+        for_bias = gradient.flatten(0, -2).sum(0) if _needed(ctx, 2) else None
+        return for_x, for_weight, for_bias, None, None, None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, in_float8: Fast | None) -> Tensor:
-    # The bias in the product: added to its output, it costs two passes over it.
-    if in_float8:
-        return product(x, weight, in_float8.output, bias)
-    return torch.nn.functional.linear(x, weight, bias)
-
-
-def _gradients(ctx: Any, gradient: Tensor, dim: int | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias, or None for one that is not needed.
-
-    dim: the dim along which ranks hold parts of the input; None if each has all of it.
-    """
-    for_x, for_weight = _for_operands(ctx, gradient, dim)
-    return for_x, for_weight, gradient.flatten(0, -2).sum(0) if _needed(ctx, 2) else None
-
-
-def _for_operands(ctx: Any, gradient: Tensor, dim: int | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of input and weight, as `_gradients` does."""
+def _for_operands(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of input and weight, or None for one that is not needed."""
     x, weight = ctx.saved_tensors
-    group, needs_x, needs_weight = ctx.group, _needed(ctx, 0), _needed(ctx, 1)
+    dim, group, needs_x, needs_weight = ctx.dim, ctx.group, _needed(ctx, 0), _needed(ctx, 1)
     for_x = for_weight = None
     if needs_x:
         operands, fast = [gradient, weight], bool(ctx.in_float8 and ctx.in_float8.gradient)

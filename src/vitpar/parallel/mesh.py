@@ -21,15 +21,16 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vitpar.strategy import Plan, Strategy, rank_of_place
-from vitpar.strategy.layout import mesh_axes, place, replicating_axes, sharding_axes
+from vitpar.strategy.layout import joined_index, mesh_axes, place, replicating_axes, sharding_axes
 
 
 def pipeline_mesh(plan: Plan, device_type: str) -> DeviceMesh:
     """Return the mesh (pp, stage) over the complete world. Collective over all ranks."""
-    return _mesh(_ranks(plan), ("pp", "stage"), device_type, dist.group.WORLD)
+    return _mesh(_ranks(plan), ("pp", "stage"), device_type)
 
 
 def layer_mesh(plan: Plan, strategy: Strategy, device_type: str) -> DeviceMesh:
@@ -42,21 +43,19 @@ def layer_mesh(plan: Plan, strategy: Strategy, device_type: str) -> DeviceMesh:
     names = {axis: tuple(name for name in parts if name in sizes) for axis, parts in names.items()}
     shape = {axis: math.prod(sizes[name] for name in parts) for axis, parts in names.items()}
     kept = [axis for axis in shape if shape[axis] > 1 or axis == "shard"]
-    ranks = torch.empty(plan.pipeline_degree, *(shape[axis] for axis in kept), dtype=torch.int64)
-    for pp, stage in enumerate(_ranks(plan)):
-        for stage_rank, rank in enumerate(stage):
-            at = place(strategy, stage_rank)
-            index = [_flat(at, sizes, names[axis]) for axis in kept]
-            ranks[(pp, *index)] = rank
+    order = [name for parts in names.values() for name in parts]
+    stage = _ranks(plan)
+    ranks = torch.empty_like(stage)
+    ranks[:, [joined_index(order, place(strategy, rank), sizes)[0] for rank in range(plan.stage_size)]] = stage
+    ranks = ranks.view(-1, *(shape[axis] for axis in kept))
     if plan.pp == 1:
-        return _mesh(_frozen(ranks[0].tolist()), tuple(kept), device_type, dist.group.WORLD)
-    return _mesh(_frozen(ranks.tolist()), ("pp", *kept), device_type, dist.group.WORLD)
+        return _mesh(ranks[0], tuple(kept), device_type)
+    return _mesh(ranks, ("pp", *kept), device_type)
 
 
 def stages_mesh(plan: Plan, places: Sequence[int], device_type: str) -> DeviceMesh:
     """Return the mesh (shared, stage) of the ranks at `places` on the pp axis. Collective over all ranks."""
-    ranks = _ranks(plan)
-    return _mesh(tuple(ranks[pp] for pp in places), ("shared", "stage"), device_type, dist.group.WORLD)
+    return _mesh(_ranks(plan)[list(places)], ("shared", "stage"), device_type)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -86,27 +85,19 @@ def size(mesh: DeviceMesh, axis: str) -> int:
     return mesh.shape[names.index(axis)] if axis in names else 1
 
 
-def _ranks(plan: Plan) -> tuple[tuple[int, ...], ...]:
+def _ranks(plan: Plan) -> Tensor:
     """Return the ranks of the world, indexed by position on the pp axis and rank within the stage."""
-    return tuple(
-        tuple(rank_of_place(plan, pp, number) for number in range(plan.stage_size))
-        for pp in range(plan.pipeline_degree)
-    )
+    stages = range(plan.pipeline_degree)
+    return torch.tensor([[rank_of_place(plan, pp, place) for place in range(plan.stage_size)] for pp in stages])
 
 
-def _flat(at: dict[str, int], sizes: dict[str, int], names: Sequence[str]) -> int:
-    """Return the index along the axes `names` merged into one, the first outermost."""
-    index = 0
-    for name in names:
-        index = index * sizes[name] + at[name]
-    return index
-
-
-def _frozen(ranks: list) -> tuple:
-    return tuple(_frozen(part) if isinstance(part, list) else part for part in ranks)
+def _mesh(ranks: Tensor, names: tuple[str, ...], device_type: str) -> DeviceMesh:
+    return _cached(tuple(ranks.flatten().tolist()), ranks.shape, names, device_type, dist.group.WORLD)
 
 
 @cache
-def _mesh(ranks: tuple, names: tuple[str, ...], device_type: str, world: dist.ProcessGroup) -> DeviceMesh:
+def _cached(
+    ranks: tuple[int, ...], shape: torch.Size, names: tuple[str, ...], device_type: str, world: dist.ProcessGroup
+) -> DeviceMesh:
     # `world` is only a part of the cache key: a mesh is invalid once the process group it was made in is destroyed.
-    return DeviceMesh(device_type, torch.tensor(ranks), mesh_dim_names=names)
+    return DeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=names)

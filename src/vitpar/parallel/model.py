@@ -33,7 +33,7 @@ from vitpar.parallel.tensor import PartialGradient, TensorSums
 from vitpar.parallel.vocabulary import VocabularyPart, complete_logits
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import smallest_microbatch
-from vitpar.strategy.execution import Execution, LayerExecution, adds_no_gradients
+from vitpar.strategy.execution import Execution, LayerExecution
 
 
 class ParallelModel:
@@ -71,8 +71,7 @@ class ParallelModel:
         self.loss_scale: float | Tensor = 1.0
         """Factor on the loss, and so on the gradients, before backward (fp16)."""
         self.keep_low_precision_gradients = False
-        """Whether gradients of 16-bit copies stay in 16 bits where nothing is added to them
-        (``vitpar.strategy.execution.adds_no_gradients``)."""
+        """Whether gradients of 16-bit copies stay in 16 bits where nothing is added to them."""
         self._loss = loss
         self.local_targets: bool = getattr(loss, "LOCAL_TARGETS", False)
         """Whether targets are those of this rank's outputs, not of the complete batch."""
@@ -235,7 +234,8 @@ class ParallelModel:
         images = self._as_input(images)
         with ExitStack() as exit_stack:
             with self.phase("forward" if self._schedule is None else "pipeline"):
-                adds = not adds_no_gradients(self.plan, self.batch.microbatches) or self.config.holders
+                # With one rank and one micro-batch a gradient is exact in the type that backward computes in.
+                adds = self.plan.world_size > 1 or self.batch.microbatches > 1 or self.config.holders
                 keep = self.keep_low_precision_gradients and not adds
                 exit_stack.enter_context(self.low_precision_params.in_place(keep))
             losses = self.run_microbatches(images, targets, keys if self.config.stochastic else None, **sides)

@@ -133,11 +133,10 @@ class _Copies(torch.autograd.Function):
         return None, None, None, *(None if g is None else next(converted) for g in gradients)
 
 
-def _converted(tensors: Iterable[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    given = list(tensors)
-    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in given]
-    torch._foreach_copy_(copies, given)
-    return tuple(copies)
+def _converted(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
 
 
 class LowPrecisionParams:

@@ -25,28 +25,25 @@ class Redistribute:
     """
 
     def __init__(self, source: Layout, target: Layout, width: int, group: ProcessGroup) -> None:
-        self.source, self.target, self._width, self._group = source, target, width, group
+        self._source, self._target, self._width, self._group = source, target, width, group
 
     def __call__(self, x: Tensor) -> Tensor:
-        batch = x.shape[0] * self.source[0].rows
-        return _Exchange.apply(x, self.source, self.target, batch, self._width, self._group)
+        return _Exchange.apply(x, self._source, self._target, self._width, self._group)
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, source: Layout, target: Layout, batch: int, width: int, group: ProcessGroup
-    ) -> Tensor:
-        ctx.settings = (target, source, batch, width, group)
-        return _exchange(x, source, target, batch, width, group)
+    def forward(ctx: Any, x: Tensor, source: Layout, target: Layout, width: int, group: ProcessGroup) -> Tensor:
+        ctx.settings = (target, source, width, group)
+        return _exchange(x, source, target, width, group)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return _exchange(gradient, *ctx.settings), None, None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _exchange(gradient, *ctx.settings), None, None, None, None
 
 
-def _exchange(x: Tensor, source: Layout, target: Layout, batch: int, width: int, group: ProcessGroup) -> Tensor:
-    me = group.rank()
+def _exchange(x: Tensor, source: Layout, target: Layout, width: int, group: ProcessGroup) -> Tensor:
+    me, batch = group.rank(), x.shape[0] * source[0].rows
     given, taken, anything = _pieces(source, target, batch, width, me)
     rows, features = target[me].row_range(batch), target[me].feature_range(width)
     out = x.new_empty(len(rows), x.shape[1], len(features))

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
 from vitpar.models.layers import Layer
+from vitpar.parallel.data import local_gradient
 from vitpar.parallel.mesh import stages_mesh
-from vitpar.sharded import to_local
 from vitpar.strategy import Plan
 from vitpar.strategy.stages import sharing_places
 
@@ -82,7 +82,7 @@ class SharedSums:
     def run(self) -> None:
         """Replace the gradients by their sums. Collective."""
         for holders, mesh in self._shared:
-            total = _sum([_gradient(parameter) for parameter in holders]).to(self._device)
+            total = _sum(holders).to(self._device)
             if mesh is not None:
                 dist.all_reduce(total, group=mesh.get_group("shared"))
             _give(holders, total)
@@ -90,10 +90,7 @@ class SharedSums:
             self._sum_tables()
 
     def _sum_tables(self) -> None:
-        own = [
-            _sum([_gradient(parameter) for parameter in holders]) if holders else zeros
-            for holders, zeros in zip(self._tables, self._zeros, strict=True)
-        ]
+        own = [_sum(holders) if holders else zeros for holders, zeros in zip(self._tables, self._zeros, strict=True)]
         message = torch.cat([gradient.flatten() for gradient in own])
         all_reduce_(message)
         parts = message.split([gradient.numel() for gradient in own])
@@ -101,20 +98,14 @@ class SharedSums:
             _give(holders, part)
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "not every shared parameter has a gradient"
-    return to_local(parameter.grad)
-
-
-def _sum(gradients: list[Tensor]) -> Tensor:
-    """Return the sum, in memory of its own."""
-    total = gradients[0].clone()
-    for gradient in gradients[1:]:
-        total += gradient
+def _sum(holders: list[Tensor]) -> Tensor:
+    """Return the sum of the gradients of parameters, in memory of its own."""
+    total = local_gradient(holders[0]).clone()
+    for parameter in holders[1:]:
+        total += local_gradient(parameter)
     return total
 
 
 def _give(holders: Iterable[Tensor], total: Tensor) -> None:
-    for parameter in holders:
-        gradient = _gradient(parameter)
+    for gradient in map(local_gradient, holders):
         gradient.copy_(total.view_as(gradient))

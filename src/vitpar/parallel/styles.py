@@ -42,8 +42,7 @@ from vitpar.parallel.collective import (
     reduce_from_tp_region,
     reduce_scatter_to_tp_region,
     scatter_to_tp_region,
-    split_layer_norm,
-    split_rms_norm,
+    split_norm,
 )
 from vitpar.parallel.float8 import Fast
 from vitpar.parallel.float8 import linear as float8_linear
@@ -102,10 +101,9 @@ def _norm(module: SplitModule, x: Tensor) -> Tensor:
     """Compute a LayerNorm or RMSNorm over split features."""
     before = module.tensor_role.before
     assert before is not None, "a split norm exchanges its statistics"
-    weight, group, bias = to_local(module.weight), _group(module, before.axis), getattr(module, "bias", None)
-    if bias is None:
-        return split_rms_norm(x, weight, module.eps, group)
-    return split_layer_norm(x, weight, to_local(bias), module.eps, group)
+    bias = getattr(module, "bias", None)
+    bias = None if bias is None else to_local(bias)
+    return split_norm(x, to_local(module.weight), bias, module.eps, _group(module, before.axis))
 
 
 def _gather_pooled(module: SplitModule, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from vitpar.models.layers import Layer
 from vitpar.models.roles import AXES, parameter_splits
 from vitpar.parallel.collective import finish, start_all_reduce
+from vitpar.parallel.data import local_gradient
 from vitpar.parallel.styles import tensor_parallel_plan
 from vitpar.sharded import to_local
 from vitpar.strategy import Strategy
@@ -105,9 +106,7 @@ class TensorSums:
             if started & places:  # partial along two axes: the second sum adds up the results of the first
                 self.wait()
             started |= places
-            gradients = [gradient for p in partial if (gradient := p.parameter.grad) is not None]
-            assert len(gradients) == len(partial), "not every parameter has a gradient"
-            shards = [to_local(gradient) for gradient in gradients]
+            shards = [local_gradient(p.parameter) for p in partial]
             kinds = {(shard.dtype, shard.device) for shard in shards}
             # A fixed order: ranks that took a set's order could match messages of different dtypes.
             for kind in sorted(kinds, key=str):

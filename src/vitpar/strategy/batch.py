@@ -77,16 +77,6 @@ def smallest_microbatch(plan: Plan) -> int:
     return math.lcm(plan.data_parallel, *(row_parts(strategy) for strategy in plan.distinct)) // plan.data_parallel
 
 
-def default_microbatches(plan: Plan, working: list[int]) -> int:
-    """Return the default number of micro-batches: 1 without pp, else the number in `working` closest to 2 · pp.
-
-    2 · pp keeps the pipeline's idle share under a third without making micro-batches small. Ties take the larger one.
-    """
-    if plan.pipeline_degree == 1:
-        return 1
-    return min(working, key=lambda n: (abs(n - 2 * plan.pipeline_degree), -n))
-
-
 def schedule_objection(plan: Plan, microbatches: int) -> str | None:
     """Return why the plan's schedule cannot run `microbatches` micro-batches; None if it can."""
     pp, stages, schedule = plan.pipeline_degree, plan.num_stages, SCHEDULES[plan.schedule]
@@ -129,7 +119,9 @@ def _microbatches(plan: Plan, batch_size: int, local: int) -> int:
         fix = f"use a microbatch_size of {either(closest([local // n for n in working], size))}"
         what = f"micro-batches of {count(size, 'sample')}"
     else:
-        return default_microbatches(plan, working)
+        # 2 · pp keeps the pipeline's idle share under a third without making micro-batches small.
+        pp = plan.pipeline_degree
+        return 1 if pp == 1 else min(working, key=lambda n: (abs(n - 2 * pp), -n))
     if number in working and not rest:
         return number
     if not rest and (objection := schedule_objection(plan, number)):

@@ -107,17 +107,12 @@ def multiplies_in_float8(takes: int, gives: int, min_features: float) -> bool:
     return 2 * takes * gives >= min_features * (takes + gives)
 
 
-def adds_no_gradients(plan: Plan, microbatches: int) -> bool:
-    """Return whether a step computes each gradient once, so that it is exact in the type that backward computes in."""
-    return plan.world_size == 1 and microbatches == 1
-
-
 def update_bytes(precision: str, *, one_pass: bool, no_gradient_sum: bool = False) -> int:
     """Return the bytes that AdamW, clipping and 16-bit copies read and write per trained parameter in a step.
 
     precision: any but fp64.
     one_pass: whether one kernel clips, updates and writes 16-bit copies (``vitpar.training.optim.one_pass``).
-    no_gradient_sum: return value of `adds_no_gradients`.
+    no_gradient_sum: whether a step computes each gradient once: on one rank, in one micro-batch.
 
     | work                               | torch's passes | one pass | one pass, gradients not added |
     |------------------------------------|----------------|----------|-------------------------------|

@@ -94,9 +94,11 @@ def from_galvatron(
     Raises StrategyError naming the block or key that vitpar cannot run or read.
     """
     refuse_many_ranks(world_size, "the world")
+    vocab = data.get("vocab_sdp")  # another name of embed_sdp; unknown below if the two contradict each other
+    if vocab == data.get("embed_sdp", vocab):
+        data = {"embed_sdp" if key == "vocab_sdp" else key: value for key, value in data.items()}
     try:
-        # vocab_sdp is another name of embed_sdp.
-        file = GalvatronFile.model_validate({"embed_sdp" if k == "vocab_sdp" else k: v for k, v in data.items()})
+        file = GalvatronFile.model_validate(data)
     except ValueError as error:
         raise StrategyError(f"vitpar cannot run the Galvatron plan: {first_wrong(error)}: correct it") from None
     pp, listed = file.pp_deg, len(file.tp_sizes_enc)
@@ -129,8 +131,7 @@ def _strategies(file: GalvatronFile, stage: int) -> Iterator[Strategy]:
     for key, column in columns.items():
         if len(column) != depth:
             raise StrategyError(f"{key} has {len(column)} and tp_sizes_enc {depth} values: give one for each block")
-    outside = (file.vtp, 1, file.embed_sdp, file.vsp, 0)
-    rows = [*zip(*columns.values(), strict=True), outside]
+    rows = [*zip(*columns.values(), strict=True), (file.vtp, 1, file.embed_sdp, file.vsp, 0)]
     for index, (tp, consecutive, sharded, ulysses, checkpoint) in enumerate(rows):
         where = f"block {index}" if index < depth else "embed and head (vtp, vsp)"
         if stage % tp:

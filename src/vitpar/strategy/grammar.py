@@ -24,7 +24,7 @@ from typing import Any, cast
 
 from vitpar.errors import StrategyError
 from vitpar.strategy.layer import ROLES, Axis, Role, Strategy
-from vitpar.strategy.plan import Plan
+from vitpar.strategy.plan import Plan, without_pp
 from vitpar.strategy.selectors import blocks_of
 from vitpar.text import literal, nearest, shown
 
@@ -102,10 +102,7 @@ def parse(text: str) -> Plan:
         groups = [_parse_group(piece.stripped) for piece in whole.part(match.end(), len(text)).split(",")]
         return Plan(layers=tuple(groups), pp=pipeline.degree)
     axes, flags = _parse_uniform(whole)
-    roles = [axis.role for axis in axes]
-    pp_index = roles.index("pp") if "pp" in roles else 0
-    pp = axes[pp_index].degree if "pp" in roles else 1
-    inside = tuple(axis for axis in axes if axis.role != "pp")
+    inside, pp, pp_index = without_pp(axes)
     return Plan((("*", Strategy(inside, **flags)),), pp, pp_index)
 
 

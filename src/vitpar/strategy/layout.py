@@ -252,11 +252,11 @@ def _layout(strategy: Strategy, rows: Collection[str], features: Collection[str]
     parts = []
     for rank in range(strategy.size):
         at = place(strategy, rank)
-        parts.append(ActivationPart(*_index(rows, at, sizes), *_index(features, at, sizes)))
+        parts.append(ActivationPart(*joined_index(rows, at, sizes), *joined_index(features, at, sizes)))
     return tuple(parts)
 
 
-def _index(names: Collection[str], at: dict[str, int], sizes: dict[str, int]) -> tuple[int, int]:
+def joined_index(names: Collection[str], at: dict[str, int], sizes: dict[str, int]) -> tuple[int, int]:
     """Return (index over several axes joined, the first outermost; number of indices)."""
     index, count = 0, 1
     for name in names:

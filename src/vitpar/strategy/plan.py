@@ -8,14 +8,14 @@ other, a model and a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vitpar.errors import StrategyError
 from vitpar.limits import MAX_BATCH_SIZE, MAX_BLOCKS
 from vitpar.strategy.layer import Axis, Strategy, refuse_many_ranks
 from vitpar.strategy.schedules import SCHEDULES
-from vitpar.strategy.selectors import Groups, blocks_of, canonical, is_name, numbered, strategies
+from vitpar.strategy.selectors import WORDS, Groups, blocks_of, canonical
 from vitpar.text import count, nearest, short_repr, shown
 
 SPLITS = ("even", "balanced")
@@ -40,7 +40,7 @@ class Plan:
     virtual_stages: int = 1
     """Stages per rank; more than 1 under interleaved and V-shaped schedules."""
     microbatches: int | None = None
-    """Micro-batches per step; None for 1 without pp, else `default_microbatches`."""
+    """Micro-batches per step; None for 1 without pp, else about 2 · pp (`vitpar.strategy.batch`)."""
     microbatch_size: int | None = None
     """Images of a micro-batch per data-parallel part; only one of this and `microbatches` can be given."""
     split: str | tuple[int, ...] = "even"
@@ -75,7 +75,7 @@ class Plan:
 
     def _check_layers(self) -> None:
         """Raise StrategyError if no block has a strategy, or strategies take different numbers of ranks."""
-        if not any(selector == "*" or blocks_of(selector) or is_name(selector) for selector, _ in self.layers):
+        if {selector for selector, _ in self.layers} <= {"embed", "head"}:
             named = shown(", ".join(selector for selector, _ in self.layers)) or "none"
             raise StrategyError(f"no block has a strategy (layers named: {named}): add a group such as *=dp2")
         if self.is_uniform:
@@ -114,18 +114,32 @@ class Plan:
     def strategies(self, layer_names: Sequence[str]) -> dict[str, Strategy]:
         """Return the strategy of every layer by name, in the order of `layer_names` (``ModelConfig.layer_names``).
 
-        Raises StrategyError if a block has no strategy, or the plan names a block that the model lacks.
+        Without `*`, embed or head that is not named takes the strategy of its neighbouring block. Raises StrategyError
+        if a block has no strategy, or the plan names a block that the model lacks.
         """
-        return strategies(self.layers, layer_names)
-
-    def numbered(self, groups: Mapping[str, range], model: str) -> Plan:
-        """Return the plan with block numbers in place of the names of groups of blocks.
-
-        groups: blocks of each group of the model called `model` (``ModelConfig.groups``).
-
-        Raises StrategyError for a name that the model lacks, or a block that is named twice.
-        """
-        return replace(self, layers=numbered(self.layers, groups, model))
+        words = {selector: strategy for selector, strategy in self.layers if blocks_of(selector) is None}
+        if name := next((selector for selector in words if selector not in WORDS), None):
+            raise StrategyError(f"only a model says which blocks '{name}' names: validate the plan for the model")
+        depth = len(layer_names) - 2
+        by_block: dict[int, Strategy] = {}
+        for selector, strategy in self.layers:
+            span = blocks_of(selector) or range(0)
+            if span.stop > depth:
+                raise StrategyError(
+                    f"blocks {selector} are given a strategy but the model has {count(depth, 'block')}, "
+                    f"0 to {depth - 1}: change the group"
+                )
+            by_block |= dict.fromkeys(span, strategy)
+        missing = [index for index in range(depth) if index not in by_block]
+        if missing and "*" not in words:
+            raise StrategyError(
+                f"block {missing[0]} has no strategy: add a group such as *=dp2 for all that are not named"
+            )
+        blocks = [by_block.get(index, words.get("*")) for index in range(depth)]
+        embed = words.get("embed", words.get("*", blocks[0]))
+        head = words.get("head", words.get("*", blocks[-1]))
+        chosen = [embed, *blocks, head]
+        return {name: strategy for name, strategy in zip(layer_names, chosen, strict=True) if strategy is not None}
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -165,14 +179,6 @@ class Plan:
         """Number of data-parallel parts of the batch: the least common multiple of the layers' numbers of parts."""
         return math.lcm(*(strategy.data_parallel for strategy in self.distinct))
 
-    def with_axes(self, axes: tuple[Axis, ...]) -> Plan:
-        """Return this uniform plan on other axes, outermost first, which may include pp and degrees of 1."""
-        kept = [axis for axis in axes if axis.degree != 1]
-        roles = [axis.role for axis in kept]
-        pp_index = roles.index("pp") if "pp" in roles else 0
-        pp = kept.pop(pp_index).degree if "pp" in roles else 1
-        return replace(self, layers=(("*", replace(self.strategy, axes=tuple(kept))),), pp=pp, pp_index=pp_index)
-
     def resolve(self, world_size: int) -> Plan:
         """Return the plan with its open degree, if any, set to what remains of `world_size` ranks.
 
@@ -190,16 +196,16 @@ class Plan:
         if self.is_uniform:
             known = math.prod(axis.degree for axis in self.axes if axis.degree is not None)
             left = self._left(world_size, known)
-            return self.with_axes(tuple(Axis(a.role, left if a.degree is None else a.degree) for a in self.axes))
+            filled, pp, pp_index = without_pp(_filled(self.axes, left))
+            return replace(self, layers=(("*", replace(self.strategy, axes=filled)),), pp=pp, pp_index=pp_index)
         if self.pp is None:
             return replace(self, pp=self._left(world_size, self.stage_size))
         stage = self._left(world_size, self.pp)
-        filled = []
+        layers = []
         for selector, strategy in self.layers:
             rest = self._left(stage, strategy.known_size) if strategy.is_open else 1
-            axes = (Axis(a.role, rest if a.degree is None else a.degree) for a in strategy.axes)
-            filled.append((selector, replace(strategy, axes=tuple(axis for axis in axes if axis.degree != 1))))
-        return replace(self, layers=tuple(filled)).resolve(world_size)
+            layers.append((selector, replace(strategy, axes=_filled(strategy.axes, rest))))
+        return replace(self, layers=tuple(layers)).resolve(world_size)
 
     def _left(self, ranks: int, known: int) -> int:
         """Return the open degree: `ranks` divided by the product `known` of the other degrees."""
@@ -219,3 +225,18 @@ class Plan:
 
     def __repr__(self) -> str:
         return short_repr(self)
+
+
+def _filled(axes: tuple[Axis, ...], degree: int) -> tuple[Axis, ...]:
+    """Return `axes` with `degree` in place of an open one, and without degrees of 1."""
+    filled = (Axis(axis.role, degree) if axis.degree is None else axis for axis in axes)
+    return tuple(axis for axis in filled if axis.degree != 1)
+
+
+def without_pp(axes: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], int | None, int]:
+    """Return axes without pp, the degree of pp, and the number of axes outside it (`Plan.pp`, `Plan.pp_index`)."""
+    roles = [axis.role for axis in axes]
+    if "pp" not in roles:
+        return axes, 1, 0
+    index = roles.index("pp")
+    return (*axes[:index], *axes[index + 1 :]), axes[index].degree, index

@@ -6,7 +6,7 @@ In a plan's groups `*` stands for all layers that no other group names, in a lis
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from vitpar.errors import StrategyError
 from vitpar.limits import MAX_BLOCKS
@@ -17,7 +17,7 @@ Groups = tuple[tuple[str, Strategy], ...]
 """(selector, strategy) pairs."""
 _BLOCKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 _NAME = re.compile(r"[a-z][a-z_]{0,30}[0-9]{0,4}")
-_WORDS = ("embed", "head", "*")
+WORDS = ("embed", "head", "*")
 """Selectors that are neither blocks nor names of blocks."""
 
 
@@ -26,7 +26,7 @@ def blocks_of(selector: str) -> range | None:
 
     Raises StrategyError if it is invalid.
     """
-    if selector in _WORDS:
+    if selector in WORDS:
         return None
     match = _BLOCKS.fullmatch(selector)
     if not match and _NAME.fullmatch(selector):
@@ -46,11 +46,6 @@ def blocks_of(selector: str) -> range | None:
     return range(first, last + 1)
 
 
-def is_name(selector: str) -> bool:
-    """Return whether `selector` is the name of a group of blocks, such as stage2."""
-    return blocks_of(selector) is None and selector not in _WORDS
-
-
 def numbered(groups: Groups, named: Mapping[str, range], model: str) -> Groups:
     """Return `groups` with block numbers in place of names.
 
@@ -63,12 +58,12 @@ def numbered(groups: Groups, named: Mapping[str, range], model: str) -> Groups:
 
 def _numbered(selector: str, named: Mapping[str, range], model: str) -> str:
     """Return `selector` with block numbers if it is a name."""
-    if not is_name(selector):
+    if blocks_of(selector) is not None or selector in WORDS:
         return selector
     if selector not in named:
         known = f"{', '.join(named)} or numbers as in 0-11" if named else "numbers as in 0-11"
         raise StrategyError(
-            f"{model} has no blocks called '{shown(selector)}'{nearest(selector, (*named, *_WORDS[:2]))}: "
+            f"{model} has no blocks called '{shown(selector)}'{nearest(selector, (*named, *WORDS[:2]))}: "
             f"use embed, head, {known}"
         )
     return _name(named[selector])
@@ -126,47 +121,11 @@ def canonical(groups: Groups) -> Groups:
     named = [
         ("embed", words.get("embed")),
         *((_name(span), s) for span, s in joined),
-        *((selector, words[selector]) for selector in sorted(words.keys() - {*_WORDS}, key=_by_number)),
+        *((selector, words[selector]) for selector in sorted(words.keys() - {*WORDS}, key=_by_number)),
         ("head", words.get("head")),
     ]
     kept = [(selector, strategy) for selector, strategy in named if strategy is not None and strategy != rest]
     return (*kept, ("*", rest)) if rest is not None else tuple(kept)
-
-
-def strategies(groups: Groups, layer_names: Sequence[str]) -> dict[str, Strategy]:
-    """Return the strategy of every layer by name, in the order of `layer_names` (``ModelConfig.layer_names``).
-
-    Without `*`, embed or head that is not named takes the strategy of its neighbouring block. Raises StrategyError if
-    a block has no strategy, or a group names blocks that the model lacks.
-    """
-    words = {selector: strategy for selector, strategy in groups if blocks_of(selector) is None}
-    if name := next((selector for selector in words if selector not in _WORDS), None):
-        raise StrategyError(f"blocks are called '{name}', which only a model tells: validate the plan for the model")
-    depth = len(layer_names) - 2
-    by_block: dict[int, Strategy] = {}
-    for selector, strategy in groups:
-        span = blocks_of(selector)
-        if span is None:
-            continue
-        if span.stop > depth:
-            raise StrategyError(
-                f"blocks {selector} are given a strategy but the model has {count(depth, 'block')}, 0 to {depth - 1}: "
-                "change the group"
-            )
-        by_block |= dict.fromkeys(span, strategy)
-    missing = [index for index in range(depth) if index not in by_block]
-    if missing and "*" not in words:
-        raise StrategyError(f"block {missing[0]} has no strategy: add a group such as *=dp2 for all that are not named")
-    blocks = [by_block.get(index, words.get("*")) for index in range(depth)]
-    embed = words.get("embed", words.get("*", blocks[0]))
-    head = words.get("head", words.get("*", blocks[-1]))
-    chosen = [embed, *blocks, head]
-    return {name: strategy for name, strategy in zip(layer_names, chosen, strict=True) if strategy is not None}
-
-
-def example(groups: Iterable[tuple[str, Strategy]]) -> str:
-    """Return the groups as text, as in `embed=fsdp4, 0-11=tp2xfsdp2`."""
-    return ", ".join(f"{selector}={strategy}" for selector, strategy in groups)
 
 
 def _by_number(name: str) -> tuple[str, int, str]:

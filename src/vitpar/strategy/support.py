@@ -17,15 +17,7 @@ from vitpar.text import shown
 DIMENSIONS: dict[str, tuple[str, ...]] = {
     "data": ("no dp", "dp", "+zero1", "+zero2", "fsdp", "dp x fsdp"),
     "tensor": ("no tp", "tp", "+sp", "+2d", "+2.5d", "+3d"),
-    "schedule": (
-        "no pp",
-        "gpipe",
-        "1f1b",
-        "interleaved1f1b",
-        "interleavedzerobubble",
-        "zbvzerobubble",
-        "dualpipev",
-    ),
+    "schedule": ("no pp", "gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"),
     "precision": ("fp64", "fp32", "bf16", "fp16", "fp8"),
     "checkpoint": ("no ckpt", "+ckpt", "+ckpt.selective"),
     "offload": ("no offload", "+offload"),
@@ -36,7 +28,6 @@ DIMENSIONS: dict[str, tuple[str, ...]] = {
 Layers of one plan can differ in data, tensor, checkpoint and offload.
 """
 APART = "weight gradients are computed in a separate backward, where they cannot be reduced at once"
-SPLIT_BACKWARD = tuple(name for name, schedule in SCHEDULES.items() if schedule.splits_backward)
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,8 @@ CLASHES = (
             ("+ckpt.selective", _KEPT, "leave out +ckpt.selective, or use"),
             ("+zero2", APART, "use +zero1, or"),
         )
-        for schedule in SPLIT_BACKWARD
+        for schedule, properties in SCHEDULES.items()
+        if properties.splits_backward
     ),
     Clash(
         "+ckpt.selective",
@@ -102,12 +94,9 @@ def features(plan: Plan, precision: str, compile_blocks: bool) -> set[str]:
     """Return the features, by their names in DIMENSIONS, of a plan, its precision and compilation."""
     names = {plan.schedule if plan.pp != 1 else "no pp", precision, "compile" if compile_blocks else "no compile"}
     for strategy in plan.distinct:
-        dp, fsdp = strategy.has("dp"), strategy.has("fsdp")
-        names.add(f"+zero{strategy.zero}" if strategy.zero else _DATA[dp, fsdp])
+        data = [role for role in ("dp", "fsdp") if strategy.has(role)]
+        names.add(f"+zero{strategy.zero}" if strategy.zero else " x ".join(data) or "no dp")
         names.add(strategy.tensor_flag.partition("@")[0] or ("tp" if strategy.has("tp") else "no tp"))
         names.add({None: "no ckpt", "full": "+ckpt"}.get(strategy.checkpoint, f"+ckpt.{strategy.checkpoint}"))
         names.add("+offload" if strategy.offload else "no offload")
     return names
-
-
-_DATA = {(False, False): "no dp", (True, False): "dp", (False, True): "fsdp", (True, True): "dp x fsdp"}

@@ -61,13 +61,10 @@ def layer_traffic(layer: LayerDescription, strategy: Strategy, rows: int) -> tup
             backward += sent.for_weights
         if number > first:
             backward += sent.for_input
-        last = (
-            sent.last
-            if part.product or part.role == "vocabulary_embedding"
-            else None
-            if part.role in ("scale", "norm")
-            else last
-        )
+        if part.product or part.role == "vocabulary_embedding":
+            last = sent.last
+        elif part.role in ("scale", "norm"):
+            last = None
     loss = _loss_traffic(layer, strategy, rows // strategy.data_parallel)
     if layer.backward == "nothing":
         return forward + loss, Counter()

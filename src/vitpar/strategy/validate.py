@@ -13,6 +13,7 @@ from vitpar.strategy.batch import batch_arithmetic
 from vitpar.strategy.layer import Strategy
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
+from vitpar.strategy.selectors import numbered
 from vitpar.strategy.stages import split_blocks
 from vitpar.text import closest, count, divisors, either, shown
 
@@ -27,7 +28,7 @@ def validate(plan: Plan, model: ModelConfig, batch_size: int | None) -> Plan:
     Raises StrategyError if the plan has an open degree, or does not fit the model, the batch or its schedule.
     """
     _ = plan.world_size  # refuses an open degree
-    plan = plan.numbered(model.groups, model.name)
+    plan = replace(plan, layers=numbered(plan.layers, model.groups, model.name))
     _check_layers(plan, model)
     _check_shared(plan, model)
     _check_schedule(plan)
@@ -49,8 +50,9 @@ def _check_layers(plan: Plan, model: ModelConfig) -> None:
         layer = model.layers[name]
         if (layer.kind, strategy) not in checked:
             checked.add((layer.kind, strategy))
-            if fault := unsplittable(layer, strategy, _owner(layer, model)):
-                raise StrategyError(": ".join(fault))
+            owner = model.name if layer.group is None else f"{layer.group} of {model.name}"
+            if fault := unsplittable(layer, strategy, owner):
+                raise StrategyError(fault)
 
 
 def _check_shared(plan: Plan, model: ModelConfig) -> None:
@@ -77,27 +79,19 @@ def _check_shared(plan: Plan, model: ModelConfig) -> None:
                 )
 
 
-def _owner(layer: LayerDescription, model: ModelConfig) -> str:
-    """Return the name of what a layer's numbers belong to, for messages: the model, or a group of its blocks."""
-    return model.name if layer.group is None else f"{layer.group} of {model.name}"
+def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -> str | None:
+    """Return what is wrong and what to do if `strategy` cannot split a layer over its ranks of tp; None if it can.
 
-
-def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -> tuple[str, str] | None:
-    """Return (what is wrong, what to do) if `strategy` cannot split a layer over its ranks of tp; None if it can.
-
-    owner: whose numbers the layer has, for the message.
+    owner: whose numbers the layer has, for the message: the model, or a group of its blocks.
     """
     tp, side, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], strategy.mode
     if tp > 1 and mode not in layer.modes:
         fix = f"leave {strategy.tensor_flag} out" if "1d" in layer.modes and mode != "1d" else "use dp or fsdp for them"
         why = ", whose parts only tp and +sp can split" if layer.modes == ("1d", "sp") else ""
-        return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}{why}", fix
+        return f"tp{tp}{strategy.tensor_flag} cannot split the layers '{layer.kind}' of {owner}{why}: {fix}"
     for rows in (part.shapes["weight"][0] for part in layer.parts if part.role.startswith("vocabulary_")):
         if tp > 1 and not chunk_range(rows, side, side - 1):
-            return (
-                f"tp{tp} leaves a rank without any of the {count(rows, 'token id')} of {owner}",
-                "use a smaller degree",
-            )
+            return f"tp{tp} leaves a rank without any of the {count(rows, 'token id')} of {owner}: use a smaller degree"
     split = dict(layer.divisible)
     if strategy.tensor_mode != "1d":
         shapes = [layer.takes, None if layer.last else layer.gives]
@@ -109,13 +103,11 @@ def unsplittable(layer: LayerDescription, strategy: Strategy, owner: str = "") -
         if strategy.tensor_mode == "1d":
             working = [f"tp{n}" for n in closest(divisors(divides)[1:], tp, most=4)]
             fix = f"use {either(working)}" if working else "leave tp out"
-            return f"tp{tp} does not divide the {count(number, noun)} of {owner}", fix
+            return f"tp{tp} does not divide the {count(number, noun)} of {owner}: {fix}"
         sides = [str(n) for n in closest(divisors(divides)[1:], side, most=4)]
         fix = f"use sides of {either(sides)}" if sides else "use dp or fsdp instead"
-        return (
-            f"the side {side} of tp{tp}{strategy.tensor_flag} does not divide the {count(number, noun)} of {owner}",
-            fix,
-        )
+        what = f"the side {side} of tp{tp}{strategy.tensor_flag}"
+        return f"{what} does not divide the {count(number, noun)} of {owner}: {fix}"
     return None
 
 

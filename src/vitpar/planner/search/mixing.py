@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise, permutations, product
 
@@ -17,7 +17,7 @@ from vitpar.planner.search.loads import Array, Indices, undominated
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.ranking import BestPlans, SearchEffort
 from vitpar.planner.search.tables import LayerTable
-from vitpar.strategy import Plan, Strategy
+from vitpar.strategy import CHECKPOINT_POLICIES, Plan, Strategy
 from vitpar.strategy.stages import split_blocks
 
 OVER = 0.7
@@ -214,18 +214,35 @@ class Mixer:
             if all(section.fits(other) for (_, present), section in places if present == one):
                 layers = {name: other if present == one else present for name, present in strategies.items()}
                 yield with_layers(plan, layers)
-        # Blocks where the strategy or the stage changes, with another one of the plan's strategies.
+        # Blocks where the strategy or the stage changes.
         begins = {1 + begin for begin in accumulate(sizes)} | {1}
-        for place, (before, behind) in enumerate(pairwise(names)):
-            if strategies[before] != strategies[behind] or place + 1 in begins:
-                for changed, section in ((before, sections[place]), (behind, sections[place + 1])):
-                    for other in plan.distinct:
-                        if other != strategies[changed] and section.fits(other):
-                            layers = {**strategies, changed: other}
-                            yield with_layers(plan, layers)
-                            ends = {names[0]: layers[names[1]], names[-1]: layers[names[-2]]}
-                            yield with_layers(plan, {**layers, **ends})
+        places = [
+            number
+            for number, (before, behind) in enumerate(pairwise(names))
+            if strategies[before] != strategies[behind] or number + 1 in begins
+        ]
+        edges = dict.fromkeys(layer for place in places for layer in (place, place + 1))
+        yield from self._single(plan, strategies, edges, plan.distinct)
         yield from self._others(best)
+        policies = product(plan.distinct, (None, *CHECKPOINT_POLICIES))
+        others = [replace(one, checkpoint=policy) for one, policy in policies]
+        known = self._costed.space.strategies(self._costed.space.ranks // plan.pipeline_degree)
+        allowed = [other for other in others if other in known and self._costed.space.allows(plan, other)]
+        yield from self._single(plan, strategies, edges, allowed)
+
+    def _single(
+        self, plan: Plan, strategies: Mapping[str, Strategy], layers: Iterable[int], others: Sequence[Strategy]
+    ) -> Iterator[Plan]:
+        """Yield plans with one of `others` in one of these layers, also with embed and head like the blocks beside."""
+        names, sections = list(strategies), [0, *self._sections.of_block, -1]
+        for number in layers:
+            section, name = self._sections.sections[sections[number]], names[number]
+            for other in others:
+                if other != strategies[name] and section.fits(other):
+                    changed = {**strategies, name: other}
+                    yield with_layers(plan, changed)
+                    ends = {names[0]: changed[names[1]], names[-1]: changed[names[-2]]}
+                    yield with_layers(plan, {**changed, **ends})
 
     def _others(self, best: Price) -> Iterator[Plan]:
         """Yield plans with another strategy of embed or head, or in place of one of the blocks' strategies."""

@@ -209,19 +209,17 @@ class Mixer:
                 moved = tuple(n - (stage == source) + (stage == target) for stage, n in enumerate(sizes))
                 yield replace(plan, split=split_of(moved))
         sections = [self._sections.sections[number] for number in (0, *self._sections.of_block, -1)]
-        for one, other in permutations(dict.fromkeys(strategies.values()), 2):
+        for one, other in permutations(plan.distinct, 2):
             places = zip(strategies.items(), sections, strict=True)
             if all(section.fits(other) for (_, present), section in places if present == one):
                 layers = {name: other if present == one else present for name, present in strategies.items()}
                 yield with_layers(plan, layers)
         # Blocks where the strategy or the stage changes.
         begins = {1 + begin for begin in accumulate(sizes)} | {1}
-        places = [
-            number
-            for number, (before, behind) in enumerate(pairwise(names))
-            if strategies[before] != strategies[behind] or number + 1 in begins
-        ]
-        edges = dict.fromkeys(layer for place in places for layer in (place, place + 1))
+        edges = dict[int, None]()
+        for number, (before, behind) in enumerate(pairwise(names)):
+            if strategies[before] != strategies[behind] or number + 1 in begins:
+                edges |= {number: None, number + 1: None}
         yield from self._single(plan, strategies, edges, plan.distinct)
         yield from self._others(best)
         policies = product(plan.distinct, (None, *CHECKPOINT_POLICIES))

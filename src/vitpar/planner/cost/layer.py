@@ -84,7 +84,6 @@ class LayerCosts:
         parameters = *sizes, wrapped, groups.shard, groups.replicate, groups.partial
         self._seats[key] = PipelinePosition(
             strategy,
-            tensor_name(strategy),
             groups,
             {kind: rules.of(strategy, layer) for kind, layer in self.config.kinds.items()},
             dp * fsdp,
@@ -202,7 +201,7 @@ class LayerCosts:
         if wrapped or precision.compute != precision.parameters:
             gathered = compute_numel * precision.compute.itemsize
         if wrapped:
-            local = self._weight_profiles[self._profiled[kind], position.tensor]
+            local = self._weight_profiles[self._profiled[kind], tensor_name(position.strategy)]
             share = elements.compute_numel / local.elements
             gather = local.gather.seconds * share
             unreduced = trained_compute * precision.reduce.itemsize
@@ -300,11 +299,12 @@ class LayerCosts:
         Raises PlannerError if it was not measured.
         """
         strategy, policy = position.strategy, checkpoint or position.strategy.checkpoint or "none"
-        wrapped = always_wrapped(position.tensor) or position.wrapped
-        profile = self._layers.get((self._profiled[kind], position.tensor, policy, wrapped))
+        tensor = tensor_name(strategy)
+        wrapped = always_wrapped(tensor) or position.wrapped
+        profile = self._layers.get((self._profiled[kind], tensor, policy, wrapped))
         if profile is None:
             raise PlannerError(
-                f"the model profile has no {self._profiled[kind]} of {position.tensor} with checkpoint {policy} for "
+                f"the model profile has no {self._profiled[kind]} of {tensor} with checkpoint {policy} for "
                 f"'{strategy}': profile the model again with --ranks {strategy.size} or more"
             )
         return profile

@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.errors import PlannerError
 from vitpar.planner.profile.profiles import STEPS, Hardware, Link, nics_used, spread
-from vitpar.strategy import Plan, Strategy, stages_of_rank
+from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.layout import mesh_axes, replicating_axes, sharding_axes
 
 _Axes = tuple[tuple[int, int], ...]
@@ -181,39 +180,23 @@ def placed(plan: Plan) -> tuple[int, int]:
 
 def stage_place(plan: Plan, pp: int, ranks_per_node: int) -> int:
     """Return the smallest index on the pp axis whose stage is at the same place within its nodes as that at `pp`."""
-    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
-    return next(n for n in range(pp + 1) if (pp - n) * inside % ranks_per_node == 0)
+    return next(n for n in range(pp + 1) if (pp - n) * _inside(plan) % ranks_per_node == 0)
 
 
-def hops(plan: Plan, ranks_per_node: int) -> list[RankGroup]:
-    """Return the slowest pair of ranks between each two neighbouring stages, in the order of stages."""
-    place = {stage: pp for pp in range(plan.pipeline_degree) for stage in stages_of_rank(pp, plan)}
-    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
-    pairs = pairwise(place[stage] for stage in range(plan.num_stages))
-    return [_hop(a, b, inside, plan.pipeline_degree, plan.stage_size, ranks_per_node) for a, b in pairs]
+def hop(plan: Plan, a: int, b: int, ranks_per_node: int) -> RankGroup:
+    """Return the slowest pair of a rank at index `a` of the pp axis and its counterpart at `b`."""
+    if a == b:  # a schedule with both stages on one rank
+        return RankGroup()
+    ends = [_stage_ranks(plan, pp) // ranks_per_node for pp in (a, b)]
+    crossing, stride = ends[0] != ends[1], abs(b - a) * _inside(plan)
+    if not crossing.any():
+        return RankGroup(2, stride)
+    return RankGroup(2, stride, 2, 1, 1 / max(int(np.bincount(end[crossing]).max()) for end in ends))
 
 
 def sharing_group(plan: Plan, places: Sequence[int], ranks_per_node: int) -> RankGroup:
     """Return the group of the ranks that share a parameter between stages. places: their indices on the pp axis."""
-    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
-    farthest = _hop(min(places), max(places), inside, plan.pipeline_degree, plan.stage_size, ranks_per_node)
-    return replace(farthest, ranks=len(places))
-
-
-@cache
-def _hop(a: int, b: int, inside: int, pp: int, stage_size: int, ranks_per_node: int) -> RankGroup:
-    """Return the pair, on most nodes, of a rank at index `a` of the pp axis and its counterpart at `b`.
-
-    inside: ranks inside pp in rank order.
-    """
-    if a == b:  # a schedule with both stages on one rank
-        return RankGroup()
-    first = _ranks(((stage_size // inside, inside * pp), (inside, 1)))
-    nodes = [(first + index * inside) // ranks_per_node for index in (a, b)]
-    crossing = nodes[0] != nodes[1]
-    if not crossing.any():
-        return RankGroup(2, abs(b - a) * inside, 1)
-    return RankGroup(2, abs(b - a) * inside, 2, 1, 1 / max(int(np.bincount(ends[crossing]).max()) for ends in nodes))
+    return replace(hop(plan, min(places), max(places), ranks_per_node), ranks=len(places))
 
 
 Wires = tuple[tuple[str, int], ...]
@@ -242,7 +225,7 @@ def hop_wires(plan: Plan, a: int, b: int, ranks_per_node: int, nics_per_node: in
 
 def _stage_ranks(plan: Plan, pp: int) -> NDArray[np.int64]:
     """Return the ranks at index `pp` of the pp axis, in order."""
-    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
+    inside = _inside(plan)
     return pp * inside + _ranks(((plan.stage_size // inside, inside * plan.pipeline_degree), (inside, 1)))
 
 
@@ -253,10 +236,12 @@ def all_ranks(ranks: int, ranks_per_node: int) -> RankGroup:
 
 def _inner_ranks(strategy: Strategy, inner: int) -> int:
     """Return the product of the sizes of the last `inner` axes; -1 for all axes."""
-    ranks = 1
-    for axis in reversed(strategy.axes[len(strategy.axes) - inner :] if inner >= 0 else strategy.axes):
-        ranks *= axis.size
-    return ranks
+    return math.prod(axis.size for axis in strategy.axes[len(strategy.axes) - inner if inner >= 0 else 0 :])
+
+
+def _inside(plan: Plan) -> int:
+    """Return the number of ranks inside pp in rank order."""
+    return _inner_ranks(plan.distinct[0], placed(plan)[0])
 
 
 @cache

@@ -100,8 +100,6 @@ class PipelinePosition:
 
     strategy: Strategy
     """Strategy of the layer."""
-    tensor: str
-    """Name of the tensor-parallel part in a profile, as `tensor_name` returns it."""
     groups: Groups
     """Groups of ranks that a rank communicates with."""
     executions: Mapping[LayerKind, LayerExecution]
@@ -119,6 +117,27 @@ class PipelinePosition:
     def wrapped(self) -> bool:
         """Return whether ``fully_shard`` wraps the layers; the rule is the same for every kind of layer."""
         return next(iter(self.executions.values())).wrapped
+
+
+@dataclass(frozen=True)
+class StageLayer:
+    """One layer of a stage with its costs."""
+
+    kind: LayerKind
+    """Kind of layer."""
+    position: PipelinePosition
+    """Its strategy and groups of ranks."""
+    work: Work
+    """Time and memory of one micro-batch."""
+    weights: LayerParameters
+    """Sizes and communication of the parameters."""
+    moved: tuple[float, float] = (0.0, 0.0)
+    """Seconds to redistribute the layer's input: (activations in forward, their gradients in backward)."""
+
+    @property
+    def execution(self) -> LayerExecution:
+        """Return when parameters are gathered and gradients reduced."""
+        return self.position.executions[self.kind]
 
 
 @dataclass(frozen=True)

@@ -27,30 +27,11 @@ from dataclasses import dataclass, replace
 from vitpar.models.description import TensorSpec
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import Links, RankGroup
-from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, Work
+from vitpar.planner.cost.records import PipelinePosition, PlacedStrategy, StageLayer
 from vitpar.planner.cost.streams import Streams, Transfer
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import Strategy, token_layout
-from vitpar.strategy.execution import LayerExecution
 from vitpar.strategy.layout import Layout, received_share
-
-
-@dataclass(frozen=True)
-class StageLayer:
-    """One layer of a stage with its costs."""
-
-    kind: LayerKind
-    """Kind of layer."""
-    strategy: Strategy
-    """Strategy of the layer."""
-    work: Work
-    """Time and memory of one micro-batch."""
-    weights: LayerParameters
-    """Sizes and communication of the parameters."""
-    execution: LayerExecution
-    """When parameters are gathered and gradients reduced."""
-    moved: tuple[float, float] = (0.0, 0.0)
-    """Seconds to redistribute the layer's input: (activations in forward, their gradients in backward)."""
 
 
 @dataclass(frozen=True)
@@ -184,53 +165,27 @@ def build_stage(
     taken: layout of the tokens received from the previous stage; None for the first stage.
     given: layout of the tokens sent to the next stage; None for the last stage.
     """
-    costed, layout = [], taken
+    costed, layout = list[StageLayer](), taken
     for kind, strategy in layers:
         wanted, position = token_layout(strategy), costs.position(strategy, where)
-        costed.append(
-            StageLayer(
-                kind,
-                strategy,
-                costs.work(kind, position, rows),
-                costs.weights(kind, position),
-                position.executions[kind],
-                moving(
-                    costs,
-                    costs.config.kinds[kind].takes,
-                    layout,
-                    wanted,
-                    rows,
-                    position.groups.stage,
-                    back=position.executions[kind].passes_gradient,
-                ),
-            )
-        )
+        back, stage = position.executions[kind].passes_gradient, position.groups.stage
+        moved = moving(costs, costs.config.kinds[kind].takes, layout, wanted, rows, stage, back=back)
+        work, weights = costs.work(kind, position, rows), costs.weights(kind, position)
+        costed.append(StageLayer(kind, position, work, weights, moved))
         layout = wanted
-    last = costs.position(layers[-1][1], where)
-    after = (0.0, 0.0)
+    last, after = costed[-1], (0.0, 0.0)
     if given is not None:
-        back = last.executions[layers[-1][0]].backward != "nothing"
-        after = moving(
-            costs, costs.config.kinds[layers[-1][0]].gives, layout, given, rows, last.groups.stage, back=back
-        )
-    return StageCost(_with_kept(costs, costed, rows), after, in_order=costs.hardware.device == "cpu")
-
-
-def _with_kept(costs: LayerCosts, layers: Sequence[StageLayer], rows: int) -> tuple[StageLayer, ...]:
-    """Return the layers of a stage with the activations that frozen ones give and that stay alive.
-
-    These are the input of the lowest trained layer, and what the stage sends, which torch keeps until the action of its
-    backward.
-    """
-    updated = list(layers)
-    for number, layer in enumerate(layers):
-        if layer.execution.backward != "nothing":
-            continue
-        if number + 1 == len(layers) or layers[number + 1].execution.backward != "nothing":
-            shape, part = costs.config.kinds[layer.kind].gives, token_layout(layer.strategy)[0]
+        back, stage = last.execution.backward != "nothing", last.position.groups.stage
+        after = moving(costs, costs.config.kinds[last.kind].gives, layout, given, rows, stage, back=back)
+    # Of frozen layers, two activations stay alive: the input of the lowest trained layer, and what the stage sends,
+    # which torch keeps until the action of its backward.
+    for number, layer in enumerate(costed):
+        trained_next = layer is last or costed[number + 1].execution.backward != "nothing"
+        if layer.execution.backward == "nothing" and trained_next:
+            shape, part = costs.config.kinds[layer.kind].gives, token_layout(layer.position.strategy)[0]
             kept = rows * part.share * shape.elements * costs.precision.compute.itemsize
-            updated[number] = replace(layer, work=replace(layer.work, saved=kept))
-    return tuple(updated)
+            costed[number] = replace(layer, work=replace(layer.work, saved=kept))
+    return StageCost(tuple(costed), after, in_order=costs.hardware.device == "cpu")
 
 
 def moving(

@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
 
 from vitpar.planner.profile.profiles import Overlap
-
-
-class Spent(defaultdict[str, float]):
-    """Seconds by purpose, such as "forward" or "gather"; 0 for purposes not yet seen."""
-
-    def __init__(self, parts: Mapping[str, float] = {}) -> None:
-        super().__init__(float, parts)
-
-    def add(self, parts: Mapping[str, float], times: float = 1.0) -> None:
-        """Add `times` times the seconds of `parts`."""
-        for what, seconds in parts.items():
-            self[what] += times * seconds
 
 
 class Transfer:
@@ -57,7 +44,7 @@ class Streams:
         self._variance = 0.0
         self.at = 0.0
         self.crossing = 0.0
-        self.spent = Spent()
+        self.spent: defaultdict[str, float] = defaultdict(float)
 
     def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
         """Compute, while background transfers progress.

@@ -128,9 +128,9 @@ def _model(
     import torch
 
     from vitpar.launch.store import meeting_place
+    from vitpar.parallel import Execution
     from vitpar.parallel.compiling import compiler_fault
     from vitpar.planner.measure.clock import Clock, Neighbours
-    from vitpar.planner.measure.layer_bench import Subject
     from vitpar.planner.measure.model import profile_model
 
     where = torch.device(device_type)
@@ -138,11 +138,15 @@ def _model(
     train = recipe.train
     wanted = train.compile
     compiled = device_type == "cuda" and compiler_fault(where) is None if wanted is None else wanted
-    subject = Subject(
-        config, train.precision, largest, compiled, train.attention, train.fp8_min_features, train.fp8_fast_accum
+    execution = Execution(
+        train.batch_size,
+        train.precision,
+        compile=compiled,
+        fp8_min_features=train.fp8_min_features,
+        fp8_fast_accum=train.fp8_fast_accum,
     )
     with progress_bar("measuring", shown=world.rank == 0 and not as_json) as progress:
-        profile = profile_model(subject, where, clock, world.size, progress)
+        profile = profile_model(config, execution, largest, clock, world.size, train.attention, progress)
     if world.rank == 0:
         profile.save(out)
         typer.echo(profile.model_dump_json()) if as_json else _show_model(profile, out)

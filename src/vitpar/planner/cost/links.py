@@ -36,7 +36,7 @@ class Links:
         """
         if group.alone or not size:
             return 0.0
-        link, more_messages, more_bytes = self._link(operation, group)
+        link, more_messages, more_bytes = self._closest(operation, group)
         if more_messages == more_bytes == 1:
             return link.seconds(size)
         # The fitted latency can exceed a measured time, which would leave negative seconds for the bytes.
@@ -46,17 +46,16 @@ class Links:
 
     def scratch(self, operation: str, group: RankGroup, size: float) -> float:
         """Return the transient bytes of an operation on `size` bytes, apart from its inputs and outputs."""
-        return 0.0 if group.alone or not size else self._link(operation, group)[0].scratch(size)
-
-    def _link(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
-        """Return `_closest` from a cache, which is pickled with the costs that ranks are given."""
-        key = operation, group
-        if key not in self._closest_links:
-            self._closest_links[key] = self._closest(operation, group)
-        return self._closest_links[key]
+        return 0.0 if group.alone or not size else self._closest(operation, group)[0].scratch(size)
 
     def _closest(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
-        """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends."""
+        """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends.
+
+        Cached, and pickled with the costs that ranks are given.
+        """
+        key = operation, group
+        if key in self._closest_links:
+            return self._closest_links[key]
         candidates = [link for link in self._hardware.links if link.operation == operation]
         if operation == "p2p" and not any((link.nodes > 1) == (group.nodes > 1) for link in candidates):
             # Equal pairs do not partition an odd number of ranks. On nodes of odd size, some pairs of neighbours cross.
@@ -78,7 +77,9 @@ class Links:
 
         link = min(candidates, key=distance)
         measured, wanted = STEPS[link.operation](link.ranks), STEPS[operation](group.ranks)
-        return link, wanted[0] / measured[0], wanted[1] / measured[1] * self._more_nics(link, group)
+        more_bytes = wanted[1] / measured[1] * self._more_nics(link, group)
+        self._closest_links[key] = link, wanted[0] / measured[0], more_bytes
+        return self._closest_links[key]
 
     def _more_nics(self, link: Link, group: RankGroup) -> float:
         """Return how many times more network cards a measured link had on a node than `group` has."""

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from itertools import chain, count, repeat
-from operator import sub
 from pathlib import Path
 
 import pytest
@@ -131,7 +130,7 @@ def test_other_programs_share_is_what_ranks_did_not_use(tmp_path: Path, monkeypa
     monkeypatch.setattr(clocks.time, "process_time", lambda: 5.5)
     after = core_use(stat(tmp_path, 15 * ticks, 2 * ticks))
     assert before is not None and after is not None
-    used = tuple(map(sub, after, before))
+    used = tuple(b - a for a, b in zip(before, after, strict=True))
     assert used == pytest.approx((14.0, 4.5, 20.0))
     assert others_share([("here", *used)] * 2) == pytest.approx(5 / 20)
     assert others_share([("here", *used), ("there", *used)]) == pytest.approx(9.5 / 20), "each machine by itself"

@@ -326,8 +326,7 @@ def test_slowest_group_of_each_kind_is_priced() -> None:
 )
 def test_each_hop_of_a_pipeline_has_its_nodes(mesh: str, nodes: list[int]) -> None:
     plan = parse(mesh)
-    pairs = pairwise(range(plan.pipeline_degree))
-    assert [hop(plan, a, b, 4).nodes for a, b in pairs] == nodes
+    assert [hop(plan, a, b, 4).nodes for a, b in pairwise(range(plan.pipeline_degree))] == nodes
     # Both stages of the middle hop of a V are on the last rank.
     assert hop(plan, plan.pipeline_degree - 1, plan.pipeline_degree - 1, 4).alone
 

@@ -12,7 +12,7 @@ from vitpar.planner.cost.links import Links, RankGroup, hop, layer_groups
 from vitpar.planner.cost.memory import _Walk
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.cost.streams import Streams
+from vitpar.planner.cost.stage import Streams
 from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.estimate import tensors
 from vitpar.planner.profile.profiles import (

@@ -64,11 +64,6 @@ class LayerCosts:
         """Return whether all activations between layers have gradients: whether the first layer is trained."""
         return self.config.first_layer.backward != "nothing"
 
-    @property
-    def peak(self) -> float | None:
-        """Return the peak FLOPs per second of a device in the compute dtype; None if unknown."""
-        return self.hardware.peaks.get(self.precision.compute.name)
-
     def position(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         """Return the strategy's groups and execution at this place in the pipeline."""
         key = strategy, where
@@ -213,12 +208,8 @@ class LayerCosts:
 
         1 on GPUs, which ranks do not share. Below 1 if the profile was measured with more processes on the cores.
         """
-        model = self.model
-        if model.device == "cuda":
-            return 1.0
         here = min(ranks, self.hardware.ranks_per_node)
-        # Threads per core, now and when profiled. Below 1, cores are idle and no rank is slowed down.
-        return max(1.0, here * model.threads / model.cores) / max(1.0, model.processes * model.threads / model.cores)
+        return self.model.crowd(here) / self.model.crowd(self.model.processes)
 
     def at_once(self, stage_size: int) -> float:
         """Return how many stages of `stage_size` ranks the cores of a node compute at once at full speed.
@@ -275,7 +266,7 @@ class LayerCosts:
             if (layer.tensor, layer.checkpoint) == ("tp1", "none"):
                 profiled.setdefault(layer.layer, layer)
         seconds = sum(profiled[layer.kind].forward.seconds(rows) for layer in self.whole.layers.values())
-        return seconds * self.teacher.forward_flops / (self.whole.flops / 3) * self.crowd(ranks)
+        return seconds * self.teacher.config.flops / self.whole.flops * self.crowd(ranks)
 
     def update(self, elements: int, offloaded: bool) -> float:
         """Return the seconds of the optimizer's step on `elements` parameters, without the slowdown of shared cores.

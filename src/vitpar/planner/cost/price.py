@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import LayerDescription, layer_of
+from vitpar.models.description import layer_of
 from vitpar.models.roles import parameter_splits
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import (
@@ -30,8 +30,7 @@ from vitpar.planner.cost.links import (
 from vitpar.planner.cost.memory import Memory, peak_memory
 from vitpar.planner.cost.pipeline import ActionCost, Event, replay
 from vitpar.planner.cost.records import PlacedStrategy
-from vitpar.planner.cost.stage import StageCost, build_stage
-from vitpar.planner.cost.streams import Streams
+from vitpar.planner.cost.stage import StageCost, Streams, build_stage
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import (
     Axis,
@@ -102,7 +101,7 @@ class Price:
 
         It is the FLOPs of the model's matrix products over those that all devices could compute in the step.
         """
-        peak = costs.peak
+        peak = costs.hardware.peaks.get(costs.precision.compute.name)
         return peak and costs.config.flops * self.images_per_second / (peak * self.plan.world_size)
 
 
@@ -148,30 +147,20 @@ def _memory(
         few = min(few, 3)  # a first, a middle and a last micro-batch: all between are like the middle one
         order: ActionOrder = {0: [[(computation, 0, n)] for n in range(few) for computation in "FB"]}
     else:
-        order = actions(plan, batch.microbatches)
+        order = _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, few)
     buffers, memories = _buffers(plan, costs, batch), []
+    reserved, teacher = costs.hardware.reserved_bytes, costs.teacher_bytes(plan.world_size)
     for pp in range(plan.pipeline_degree):
-        numbers = stages_of_rank(pp, plan)
-        most = peak_memory(
-            {number: stages[number] for number in numbers},
-            order[pp],
-            few,
-            moments,
-            buffers=sum(buffers[number] for number in numbers),
-            reserved=costs.hardware.reserved_bytes,
-            teacher=costs.teacher_bytes(plan.world_size),
-        )
-        memories.append(most)
+        mine = {number: stages[number] for number in stages_of_rank(pp, plan)}
+        kept = sum(buffers[number] for number in mine)
+        peak = peak_memory(mine, order[pp], few, moments)
+        memories.append(replace(peak, buffers=kept, reserved=reserved, teacher=teacher))
     return tuple(memories)
-
-
-def actions(plan: Plan, microbatches: int) -> ActionOrder:
-    """Return the actions of every rank of the plan's pipeline, in order; cached."""
-    return _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, microbatches)
 
 
 @lru_cache(maxsize=4096)
 def _actions(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> ActionOrder:
+    """Return the actions of every rank of a pipeline, in order."""
     return action_order(Plan(pp=pp, schedule=schedule, virtual_stages=virtual_stages), microbatches)
 
 
@@ -281,7 +270,7 @@ def _pipelined(plan: Plan, stages: list[StageCost], microbatches: int, rows: int
         pair = places[source], places[target]
         return _travel_seconds(costs, hop(plan, *pair, nodes[0]), sent), hop_wires(plan, *pair, *nodes)
 
-    order = actions(plan, microbatches)
+    order = _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, microbatches)
     events, ends = replay(order, plan.num_stages, lambda *part: action(*part)[0], message, at_once)
     spent: list[dict[str, float]] = [defaultdict(float) for _ in range(plan.pipeline_degree)]
     for event in events:
@@ -362,17 +351,13 @@ def sharing_seconds(plan: Plan, costs: LayerCosts) -> float:
     seconds = costs.links.seconds("all_reduce", all_ranks(plan.world_size, per_node), tables)
     for owner in owners:
         if len(used := places.get(owner, ())) > 1:
-            shard = shard_elements(config.layers[layer_of(owner)], owner, strategies[layer_of(owner)]) * itemsize
+            name = layer_of(owner)
+            split = parameter_splits(config.layers[name], strategies[name].mode)[owner.removeprefix(f"{name}.")]
+            sizes = dict(mesh_axes(strategies[name]))
+            parts = math.prod(sizes.get(axis, 1) for axis in (*split.axes, *sharding_axes(strategies[name])))
+            shard = math.prod(split.shape) / parts * itemsize
             seconds += costs.links.seconds("all_reduce", sharing_group(plan, used, per_node), shard)
     return seconds
-
-
-def shard_elements(layer: LayerDescription, parameter: str, strategy: Strategy) -> float:
-    """Return the elements of a rank's shard of a parameter, by its name in the model."""
-    split = parameter_splits(layer, strategy.mode)[parameter.removeprefix(f"{layer.name}.")]
-    sizes = dict(mesh_axes(strategy))
-    parts = math.prod(sizes.get(axis, 1) for axis in (*split.axes, *sharding_axes(strategy)))
-    return math.prod(split.shape) / parts
 
 
 def crowded(at_once: float, pipeline_degree: int) -> float:

@@ -154,11 +154,6 @@ class PlannedTeacher:
     group: int = 1
     """Number that has to divide the images of a micro-batch on a rank (``Task.sample_group``)."""
 
-    @property
-    def forward_flops(self) -> float:
-        """Floating-point operations of one image's forward: a third of those of a training step."""
-        return self.config.flops / 3
-
     def elements(self, ranks: int) -> int:
         """Return the parameters that the fullest of `ranks` ranks stores.
 

@@ -20,12 +20,13 @@ from vitpar.models.families import config_to_json
 from vitpar.models.text import LOSS_CHUNK
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.profile.activations import (
-    given_elements,
+    given,
     kept_elements,
     logits_elements,
     normed,
+    of_role,
     outer_parts,
-    taken_elements,
+    taken,
     transient_elements,
     usual_elements,
     vitpar_elements,
@@ -281,12 +282,12 @@ def _saved_and_workspace(layer: LayerDescription, strategy: Strategy, policy: st
 
     policy: checkpointing policy.
     """
-    outside, gives = outer_parts(strategy), layer.gives.elements
+    outside, gives, norms = outer_parts(strategy), layer.gives.elements, normed(*of_role(layer, "norm"))
     if layer.first:
         pixels = sum(product.taken for product in _products(layer, strategy, math.inf))
-        return gives / outside + normed(layer) / outside + (0 if policy == "full" else pixels), gives / outside
+        return (gives + norms) / outside + (0 if policy == "full" else pixels), gives / outside
     if layer.last:
-        return 2 * (normed(layer) / outside), (layer.takes or layer.gives).elements / outside
+        return 2 * norms / outside, (layer.takes or layer.gives).elements / outside
     kept = (
         layer.saved / strategy.degree("tp") if layer.saved is not None else sum(kept_elements(layer, strategy, "none"))
     )
@@ -306,20 +307,20 @@ def _products(layer: LayerDescription, strategy: Strategy, fp8_min_features: flo
     for part in layer.parts:
         if part.product is None:
             continue
-        taken, given = taken_elements(part), given_elements(part)
+        inputs, outputs = taken(part), given(part)
         float8 = multiplies_in_float8(*part.product, fp8_min_features) and not part.adapts
         match part.role:
             case "column":
-                yield _Product(part.flops / t, taken / inner, given / outer, float8)
+                yield _Product(part.flops / t, inputs / inner, outputs / outer, float8)
             case "column_b" | "row_a":
-                yield _Product(part.flops / t, taken / t, given / t, float8)
+                yield _Product(part.flops / t, inputs / t, outputs / t, float8)
             case "row":
-                yield _Product(part.flops / t, taken / outer, given / inner, float8)
+                yield _Product(part.flops / t, inputs / outer, outputs / inner, float8)
             case "output":
-                yield _Product(part.flops, taken, given, float8)
+                yield _Product(part.flops, inputs, outputs, float8)
             case "classifier" | "vocabulary_output":
-                yield _Product(part.flops / t, taken, given / t, float8)
+                yield _Product(part.flops / t, inputs, outputs / t, float8)
             case "merge":
-                yield _Product(part.flops / t, taken / t, given / parts, float8)
+                yield _Product(part.flops / t, inputs / t, outputs / parts, float8)
             case _:
-                yield _Product(part.flops / parts, taken / parts, given / parts, float8)
+                yield _Product(part.flops / parts, inputs / parts, outputs / parts, float8)

@@ -326,9 +326,9 @@ def test_slowest_group_of_each_kind_is_priced() -> None:
 )
 def test_each_hop_of_a_pipeline_has_its_nodes(mesh: str, nodes: list[int]) -> None:
     plan = parse(mesh)
-    assert [hop(plan, a, b, 4).nodes for a, b in pairwise(range(plan.pipeline_degree))] == nodes
+    assert [hop(plan, a, b, 4)[0].nodes for a, b in pairwise(range(plan.pipeline_degree))] == nodes
     # Both stages of the middle hop of a V are on the last rank.
-    assert hop(plan, plan.pipeline_degree - 1, plan.pipeline_degree - 1, 4).alone
+    assert hop(plan, plan.pipeline_degree - 1, plan.pipeline_degree - 1, 4)[0].alone
 
 
 def test_unmeasured_group_sizes_are_extrapolated_as_a_ring() -> None:

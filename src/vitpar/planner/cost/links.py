@@ -184,20 +184,23 @@ def stage_place(plan: Plan, pp: int, ranks_per_node: int) -> int:
     return next(n for n in range(pp + 1) if (pp - n) * _inside(plan) % ranks_per_node == 0)
 
 
-def hop(plan: Plan, a: int, b: int, ranks_per_node: int) -> RankGroup:
-    """Return the slowest pair of a rank at index `a` of the pp axis and its counterpart at `b`."""
+def hop(plan: Plan, a: int, b: int, ranks_per_node: int, nics_per_node: int | None = None) -> tuple[RankGroup, Wires]:
+    """Return (slowest pair of a rank at index `a` of the pp axis and its counterpart at `b`, cards of its messages)."""
     if a == b:  # a schedule with both stages on one rank
-        return RankGroup()
+        return RankGroup(), ()
     ends = [_stage_ranks(plan, pp) // ranks_per_node for pp in (a, b)]
     crossing, stride = ends[0] != ends[1], abs(b - a) * _inside(plan)
     if not crossing.any():
-        return RankGroup(2, stride)
-    return RankGroup(2, stride, 2, 1, 1 / max(int(np.bincount(end[crossing]).max()) for end in ends))
+        return RankGroup(2, stride), ()
+    sends, receives = (end[crossing] for end in ends)
+    group = RankGroup(2, stride, 2, 1, 1 / max(int(np.bincount(nodes).max()) for nodes in (sends, receives)))
+    own = (nics_per_node or ranks_per_node) >= ranks_per_node
+    return group, (*_cards("out", a, sends, own), *_cards("in", b, receives, own))
 
 
 def sharing_group(plan: Plan, places: Sequence[int], ranks_per_node: int) -> RankGroup:
     """Return the group of the ranks that share a parameter between stages. places: their indices on the pp axis."""
-    return replace(hop(plan, min(places), max(places), ranks_per_node), ranks=len(places))
+    return replace(hop(plan, min(places), max(places), ranks_per_node)[0], ranks=len(places))
 
 
 Wires = tuple[tuple[str, int], ...]
@@ -207,21 +210,13 @@ own card, which all ranks of a stage use alike."""
 
 def stage_wires(plan: Plan, pp: int, ranks_per_node: int, nics_per_node: int | None) -> Wires:
     """Return the cards of all ranks at index `pp` of the pp axis."""
-    if (nics_per_node or ranks_per_node) >= ranks_per_node:
-        return ("in", pp), ("out", pp)
-    nodes = {int(rank) // ranks_per_node for rank in _stage_ranks(plan, pp)}
-    return tuple((way, node) for way in ("in", "out") for node in sorted(nodes))
+    nodes, own = _stage_ranks(plan, pp) // ranks_per_node, (nics_per_node or ranks_per_node) >= ranks_per_node
+    return (*_cards("in", pp, nodes, own), *_cards("out", pp, nodes, own))
 
 
-def hop_wires(plan: Plan, a: int, b: int, ranks_per_node: int, nics_per_node: int | None) -> Wires:
-    """Return the cards of messages from index `a` of the pp axis to `b`: none if they stay on their nodes."""
-    ends = [_stage_ranks(plan, pp) // ranks_per_node for pp in (a, b)]
-    pairs = [(int(one), int(two)) for one, two in zip(*ends, strict=True) if one != two]
-    if not pairs:
-        return ()
-    if (nics_per_node or ranks_per_node) >= ranks_per_node:
-        return ("out", a), ("in", b)
-    return tuple({*(("out", one) for one, _ in pairs), *(("in", two) for _, two in pairs)})
+def _cards(way: str, pp: int, nodes: NDArray[np.int64], own: bool) -> Wires:
+    """Return the cards that ranks on `nodes` at index `pp` of the pp axis use. own: whether each rank has one."""
+    return ((way, pp),) if own else tuple((way, int(node)) for node in np.unique(nodes))
 
 
 def _stage_ranks(plan: Plan, pp: int) -> NDArray[np.int64]:

@@ -21,7 +21,6 @@ from vitpar.planner.cost.links import (
     Wires,
     all_ranks,
     hop,
-    hop_wires,
     placed,
     sharing_group,
     stage_place,
@@ -267,8 +266,8 @@ def _pipelined(plan: Plan, stages: list[StageCost], microbatches: int, rows: int
         # Without a gradient nothing is sent back. Still the backward of a stage waits for the stage behind it.
         sent = rows * travelling[max(source, target)] * costs.precision.compute.itemsize
         sent *= target > source or stages[source].passes_gradient
-        pair = places[source], places[target]
-        return _travel_seconds(costs, hop(plan, *pair, nodes[0]), sent), hop_wires(plan, *pair, *nodes)
+        pair, wires = hop(plan, places[source], places[target], *nodes)
+        return _travel_seconds(costs, pair, sent), wires
 
     order = _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, microbatches)
     events, ends = replay(order, plan.num_stages, lambda *part: action(*part)[0], message, at_once)
@@ -312,13 +311,13 @@ def _pipeline_hops(
     axes = (Axis("dp", stage_size),) if stage_size > 1 else ()
     plan, users = replace(pipeline, layers=(("*", Strategy(axes)),)), defaultdict[tuple[str, int], list[int]](list)
     places = [rank_of_stage(number, plan) for number in range(plan.num_stages)]
-    for number, pair in enumerate(pairwise(places)):
-        for a, b in (pair, pair[::-1]):
-            for wire in hop_wires(plan, a, b, per_node, nics_per_node):
-                users[wire].append(number)
-    return tuple(hop(plan, *pair, per_node) for pair in pairwise(places)), tuple(
-        dict.fromkeys(map(tuple, users.values()))
-    )
+    hops = list[RankGroup]()
+    for number, (a, b) in enumerate(pairwise(places)):
+        (pair, there), (_, back) = (hop(plan, *ends, per_node, nics_per_node) for ends in ((a, b), (b, a)))
+        hops.append(pair)
+        for wire in (*there, *back):
+            users[wire].append(number)
+    return tuple(hops), tuple(dict.fromkeys(map(tuple, users.values())))
 
 
 def hop_seconds(pipeline: Plan, costs: LayerCosts, stage_size: int, size: float) -> Hops:

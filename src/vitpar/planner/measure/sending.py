@@ -77,6 +77,7 @@ def scratch(
                         most = torch.tensor(max(0, (peak.grown or 0) - given), device=device)
                         all_reduce_(most, dist.ReduceOp.MAX)
                         taken[shape, operation, size] = int(most)
+                        del work  # frees its tensors before the next are made
     return taken
 
 

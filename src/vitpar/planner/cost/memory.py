@@ -58,10 +58,7 @@ class Memory:
 
 
 def peak_memory(
-    stages: Mapping[int, StageCost],
-    actions: Sequence[Sequence[ActionPart]],
-    microbatches: int,
-    moments: float,
+    stages: Mapping[int, StageCost], actions: Sequence[Sequence[ActionPart]], microbatches: int, moments: float
 ) -> Memory:
     """Return a rank's memory at its peak during `actions`, run in order, and the optimizer step after them.
 

@@ -57,15 +57,11 @@ def built(
         blocks = tuple(layer.name for layer in config.block_kinds if not unsplittable(layer, strategy))
     excerpt, smallest = Excerpt(config, blocks), row_parts(strategy)
     plan = validate(parse(mesh), excerpt, smallest)
+    # The outputs are logits of tokens or crops, logits of classes, or pixels of patches.
+    loss: Loss = MaskedLanguage() if len(config.output_shape) > 1 else CrossEntropy()
+    loss = MAE() if config.FAMILY in MAE.FAMILIES else loss
     with pretended(plan.world_size):
-        yield parallelize(excerpt, plan, replace(execution, batch_size=smallest), device, _loss(config))
-
-
-def _loss(config: ModelConfig) -> Loss:
-    """Return a loss for the outputs of a model: pixels of patches, logits of tokens or crops, or logits of classes."""
-    if config.FAMILY in MAE.FAMILIES:
-        return MAE()
-    return MaskedLanguage() if len(config.output_shape) > 1 else CrossEntropy()
+        yield parallelize(excerpt, plan, replace(execution, batch_size=smallest), device, loss)
 
 
 class LayerBench:

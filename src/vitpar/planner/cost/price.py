@@ -77,7 +77,7 @@ class Price:
     memory: tuple[Memory, ...]
     """Peak memory of the fullest rank at each index of the pp axis."""
     events: tuple[Event, ...]
-    """Actions of the pipeline ranks with their times."""
+    """Actions of the pipeline ranks with their times; empty without a pipeline."""
     rank_times: tuple[Mapping[str, float], ...] = ()
     """Breakdown of `seconds` by purpose, at each index of the pp axis."""
 
@@ -200,7 +200,7 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
 
     turns: factor by which computing takes longer because ranks share cores.
     """
-    streams, repeats = Streams(costs.hardware.overlap, turns), max(0, microbatches - 4)
+    streams, repeats, skipped = Streams(costs.hardware.overlap, turns), max(0, microbatches - 4), 0.0
     for number in range(microbatches - repeats):
         begun, before, queued = streams.at, dict(streams.spent), streams.backlog
         stage.forward(streams, number == 0)
@@ -209,16 +209,15 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
         if number == 2 and repeats:
             # The middle micro-batches are alike: the third stands for all. The first gathers for the step, and only
             # from the second on may a backlog of transfers carry over.
-            length, late = streams.at - begun, streams.backlog
+            skipped, late = repeats * (streams.at - begun), streams.backlog
             for what, seconds in streams.spent.items():
                 streams.spent[what] += repeats * (seconds - before.get(what, 0.0))
             # If links are slower than computing, the backlog grows with every micro-batch.
             for (lane, across), seconds in list(late.items()) * repeats:
                 streams.send(seconds - queued.get((lane, across), 0.0), lane, across)
-            skipped = repeats * length
     streams.meet()
     streams.wait(None, "gradients")
-    return [streams.at + (skipped if repeats else 0.0)], [streams.spent], []
+    return [streams.at + skipped], [streams.spent], []
 
 
 def _pipelined(plan: Plan, stages: list[StageCost], microbatches: int, rows: int, costs: LayerCosts) -> Times:

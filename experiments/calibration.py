@@ -185,7 +185,6 @@ def predict(row: dict[str, Any], constants: Constants) -> tuple[float, float]:
         (tensor_name(chosen.strategy),),
         compiled=row["compiled"],
         # Other libraries update in several passes, and their blocks move the usual bytes.
-        one_pass=None if ours else False,
         vitpar_blocks=ours,
         fitted=Fitted(constants.eager, constants.tensor, constants.host),
     )

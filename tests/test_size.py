@@ -6,7 +6,7 @@ from helpers.paths import ROOT
 
 MOST = {
     "cli": 6_486,
-    "experiments": 9_311,
+    "experiments": 9_310,
     "src/vitpar": 1_687,
     "src/vitpar/bench": 648,
     "src/vitpar/check": 1_156,
@@ -16,9 +16,9 @@ MOST = {
     "src/vitpar/launch": 1_480,
     "src/vitpar/models": 8_591,
     "src/vitpar/parallel": 3_143,
-    "src/vitpar/planner": 10_671,
+    "src/vitpar/planner": 10_441,
     "src/vitpar/recipe": 3_048,
-    "src/vitpar/runs": 2_939,
+    "src/vitpar/runs": 2_937,
     "src/vitpar/strategy": 2_699,
     "src/vitpar/tasks": 3_092,
     "src/vitpar/training": 6_871,

@@ -70,8 +70,7 @@ def _hardware(device: "torch.device", name: str, seconds: float, out: Path, as_j
     from vitpar.launch import find_world
     from vitpar.planner.measure.hardware import MeasureEffort, profile_hardware
 
-    joined = find_world()
-    per_node = joined.local_size if joined else 1
+    per_node = joined.local_size if (joined := find_world()) else 1
     with progress_bar("measuring", shown=dist.get_rank() == 0 and not as_json) as progress:
         profile = profile_hardware(name, device, per_node, MeasureEffort.usual(device.type, seconds), progress)
     if dist.get_rank() == 0:
@@ -128,21 +127,24 @@ def _model(
     import torch
 
     from vitpar.launch.store import meeting_place
+    from vitpar.parallel import Execution
     from vitpar.parallel.compiling import compiler_fault
     from vitpar.planner.measure.clock import Clock, Neighbours
-    from vitpar.planner.measure.layer_bench import Subject
     from vitpar.planner.measure.model import profile_model
 
     where = torch.device(device_type)
     clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
     train = recipe.train
-    wanted = train.compile
-    compiled = device_type == "cuda" and compiler_fault(where) is None if wanted is None else wanted
-    subject = Subject(
-        config, train.precision, largest, compiled, train.attention, train.fp8_min_features, train.fp8_fast_accum
+    compiled = device_type == "cuda" and compiler_fault(where) is None if train.compile is None else train.compile
+    execution = Execution(
+        1,
+        train.precision,
+        compile=compiled,
+        fp8_min_features=train.fp8_min_features,
+        fp8_fast_accum=train.fp8_fast_accum,
     )
     with progress_bar("measuring", shown=world.rank == 0 and not as_json) as progress:
-        profile = profile_model(subject, where, clock, world.size, progress)
+        profile = profile_model(config, execution, largest, clock, world.size, train.attention, progress)
     if world.rank == 0:
         profile.save(out)
         typer.echo(profile.model_dump_json()) if as_json else _show_model(profile, out)
@@ -164,8 +166,7 @@ def _show_hardware(profile: "Hardware", out: Path) -> None:
         console.print(f"memory     {fastest / 1e9:,.1f} GB/s read and written", highlight=False)
     if profile.links:
         console.print(_links(profile))
-    if profile.overlap:
-        overlap = profile.overlap
+    if overlap := profile.overlap:
         console.print(
             f"overlap    matrix products take {overlap.compute:.2f} times as long, "
             f"an all-reduce {overlap.communication:.2f} times",
@@ -190,13 +191,12 @@ def _show_model(profile: "ModelProfile", out: Path) -> None:
         table.add_column(heading, justify="right")
     for layer in profile.layers:
         if kinds[layer.layer].is_block and layer.wrapped == always_wrapped(layer.tensor):
-            rows, forward, backward = layer.forward.timings[-1].size, layer.forward, layer.backward
-            flag = CHECKPOINTS[layer.checkpoint]
-            times = [curve.timings[-1].seconds for curve in (forward, backward)]
+            rows = layer.forward.timings[-1].size
+            times = [curve.timings[-1].seconds for curve in (layer.forward, layer.backward)]
             figures = (f"{times[0] * 1e3:,.2f}", f"{times[1] * 1e3:,.2f}", f"{rows / sum(times):,.0f}")
             table.add_row(
                 *([layer.layer] if several else []),
-                layer.tensor + flag,
+                layer.tensor + CHECKPOINTS[layer.checkpoint],
                 str(rows),
                 *figures,
                 f"{layer.saved.of(rows) / 1e6:,.2f}",

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from helpers.paths import ROOT
 from helpers.small_data import pack_small
+from vitpar import Execution
 from vitpar.checkpoint.reader import load_tensors
 from vitpar.checkpoint.writer import Writer
 from vitpar.models import model_config
@@ -25,7 +26,7 @@ from vitpar.parallel.float8 import float8_fault
 from vitpar.parallel.precision import resolve_precision
 from vitpar.planner.measure import layer_bench
 from vitpar.planner.measure.device import AllocatedBytes, LiveBytes
-from vitpar.planner.measure.layer_bench import LayerBench, Subject, built
+from vitpar.planner.measure.layer_bench import LayerBench, built
 from vitpar.strategy import parse, validate
 
 GPUS = torch.cuda.device_count()
@@ -199,7 +200,7 @@ def test_live_bytes_match_the_cuda_allocator() -> None:
         "by allocator": partial(AllocatedBytes, torch.device("cuda", 0)),
     }.items():
         with (
-            built(Subject(config, "fp32", 1), "dp1", torch.device("cuda", 0)) as model,
+            built(config, Execution(1), "dp1", torch.device("cuda", 0)) as model,
             pytest.MonkeyPatch.context() as m,
         ):
             m.setattr(layer_bench, "live_bytes", lambda device, count=count: count())

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from vitpar.planner.cost.pipeline import CrossTraffic, duration, replay
+from vitpar.planner.cost.pipeline import ActionCost, duration, replay
 from vitpar.strategy import Plan, parse
 from vitpar.strategy.pipeline_orders import ActionPart, action_order
 
@@ -60,7 +60,7 @@ def test_deadlocked_schedule_is_detected() -> None:
 
 def test_transfer_time_delays_the_next_stage() -> None:
     two = {0: actions("0F0 0B0"), 1: actions("1F0 1B0")}
-    events = replay(two, 2, lambda computation, stage, microbatch: 2.0, lambda source, target: 0.5 + target)
+    events, _ = replay(two, 2, lambda *part: ActionCost(2.0), lambda source, target: (0.5 + target, ()))
     assert [(e.computation, e.stage, e.start, e.end) for e in events] == [
         ("F", 0, 0, 2),
         ("F", 1, 3.5, 5.5),
@@ -72,7 +72,7 @@ def test_transfer_time_delays_the_next_stage() -> None:
 def test_messages_of_one_hop_queue() -> None:
     """Four outputs are ready each second, and each takes three seconds to send."""
     two = {0: actions("0F0 0F1 0F2 0F3"), 1: actions("1F0 1F1 1F2 1F3")}
-    events = replay(two, 2, lambda computation, stage, microbatch: 1.0, lambda source, target: 3.0)
+    events, _ = replay(two, 2, lambda *part: ActionCost(1.0), lambda source, target: (3.0, ()))
     assert [event.start for event in events if event.stage == 1] == [4, 7, 10, 13]
 
 
@@ -82,14 +82,13 @@ def test_messages_share_network_cards_with_collectives() -> None:
 
     def events(share: float, left: float = 0.0) -> tuple[list[float], dict[int, float]]:
         """Return (ends of stage 0's actions and begin of stage 1's, ends of transfers that outlast actions)."""
-        traffic = CrossTraffic(
-            hop=lambda source, target: (("out", source), ("in", target)),
-            stage=lambda stage: (("in", stage), ("out", stage)),
-            share=lambda computation, stage, number: share * (stage == 0 and number == 1),
-            left=lambda computation, stage, number: (left * (stage == 0 and number == 1), True),
-        )
-        found = replay(two, 2, lambda *part: 1.0, lambda source, target: 2.0, traffic=traffic)
-        return [e.start if e.stage else e.end for e in found if e.microbatch == 0 or e.stage == 0], traffic.ends
+
+        def cost(computation: str, stage: int, number: int) -> ActionCost:
+            sends = stage == 0 and number == 1
+            return ActionCost(1.0, (("in", stage), ("out", stage)), share * sends, left * sends, True)
+
+        found, ends = replay(two, 2, cost, lambda source, target: (2.0, (("out", source), ("in", target))))
+        return [e.start if e.stage else e.end for e in found if e.microbatch == 0 or e.stage == 0], ends
 
     assert events(0.0) == ([1, 2, 3], {})
     assert events(1.0) == ([1, 3, 4], {})
@@ -102,7 +101,7 @@ def test_messages_share_network_cards_with_collectives() -> None:
 
 def test_ranks_share_the_cores_of_a_cpu() -> None:
     apart = {0: actions("0F0 0F1 0B0 0B1"), 1: actions("1F0 1F1 1B0 1B1")}
-    one, two = (replay(apart, 2, lambda *part: 1.0, at_once=cores) for cores in (1, 2))
+    one, two = (replay(apart, 2, lambda *part: ActionCost(1.0), at_once=cores)[0] for cores in (1, 2))
     assert two[-1].end == 6 and one[-1].end == pytest.approx(8)  # one core is never idle
     first = {(e.computation, e.stage, e.microbatch): e.end for e in one}
     assert first["F", 0, 0] == 1 and first["F", 0, 1] == first["F", 1, 0] == pytest.approx(3)

@@ -1,7 +1,7 @@
 """Profiles of a model's layers, measured on one device for the shards of every strategy."""
 
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import vitpar.planner.measure.model as profiling
 from helpers.dino_models import dino
 from helpers.mae_models import mae
 from helpers.text_models import bert, t5
+from vitpar import Execution
 from vitpar.errors import PlannerError
 from vitpar.models import ModelConfig, ViTConfig, model_config
 from vitpar.models.layers import LayerNorm
@@ -22,8 +23,8 @@ from vitpar.parallel.attention import use_attention
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.measure.clock import Clock, Neighbours
 from vitpar.planner.measure.device import LiveBytes
-from vitpar.planner.measure.layer_bench import LayerBench, Subject, built
-from vitpar.planner.measure.model import profile_model
+from vitpar.planner.measure.layer_bench import LayerBench, built
+from vitpar.planner.measure.model import profile_model, strategies
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import CHECKPOINTS, Bytes, LayerProfile, ModelProfile
@@ -55,7 +56,7 @@ def profile() -> ModelProfile:
         hurry(patch, rows=4)  # durations do not matter here
         clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
         said: list[tuple[int, int, str]] = []
-        found = profile_model(Subject(tiny(), "fp32", 4), CPU, clock, 1, lambda *point: said.append(point))
+        found = profile_model(tiny(), Execution(1), 4, clock, progress=lambda *point: said.append(point))
         assert [done for done, _, _ in said] == list(range(said[0][1]))
     return found
 
@@ -78,10 +79,9 @@ def test_profile_covers_the_strategies_that_fit_the_model(profile: ModelProfile)
     assert tensors(tiny(num_heads=3, embed_dim=24), 4) == ("tp1",)
     wide = tensors(tiny(num_heads=8), 8)
     assert "tp8+3d" in wide and "tp8+2d" not in wide
-    both = {(tensor, wrapped) for tensor, _, wrapped in Subject(tiny(), "bf16", 4).strategies()}
+    both = {(tensor, wrapped) for tensor, _, wrapped in strategies(tiny(), 4, False)}
     assert {("tp2", False), ("tp2", True), ("tp4+2d", True)} <= both and ("tp4+2d", False) not in both
-    compiled = Subject(tiny(), "fp32", 2, compile_blocks=True)
-    assert {checkpoint for _, checkpoint, _ in compiled.strategies()} == {"none", "full"}
+    assert {checkpoint for _, checkpoint, _ in strategies(tiny(), 2, True)} == {"none", "full"}
 
 
 def test_rows_are_counted_per_tensor_group(profile: ModelProfile) -> None:
@@ -155,7 +155,7 @@ def test_estimated_memory_matches_the_measured_bytes(precision: str, monkeypatch
     estimate = estimate_model(config, precision, hardware, names)
     for tensor in names:
         for policy, flag in CHECKPOINTS.items():
-            first_rank = built(Subject(config, precision, 8), tensor + flag, CPU)
+            first_rank = built(config, Execution(1, precision), tensor + flag, CPU)
             with first_rank as model, model.low_precision_params.in_place():
                 for kind in ("embed", "block", "head"):
                     bench = LayerBench(model, kind)
@@ -170,7 +170,7 @@ def test_estimated_memory_matches_the_measured_bytes(precision: str, monkeypatch
 @pytest.mark.parametrize("mesh", ["dp1", "fsdp2xtp2", "tp2+sp"])
 def test_layers_of_models_without_classes_are_measured(config: ModelConfig, mesh: str) -> None:
     """The head runs with the loss of tokens or patches, of which a rank may have a part."""
-    with built(Subject(config, "fp32", 2), mesh, CPU) as model:
+    with built(config, Execution(1), mesh, CPU) as model:
         for kind in config.kinds:
             bench = LayerBench(model, kind)
             saved, more = bench.memory(2 * bench.unit)
@@ -179,7 +179,7 @@ def test_layers_of_models_without_classes_are_measured(config: ModelConfig, mesh
 
 def test_time_beside_the_layers_of_a_model_of_tokens_is_measured() -> None:
     clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
-    assert all(profiling._microbatch(Subject(config, "fp32", 1), CPU, clock) >= 0 for config in (mae(), t5()))
+    assert all(profiling._microbatch(config, Execution(1), clock) >= 0 for config in (mae(), t5()))
 
 
 def test_every_number_of_rows_is_measured_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,18 +195,18 @@ def test_every_number_of_rows_is_measured_compiled(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys.modules["vitpar.parallel.parallelize"], "GRAPHS", 2)
     with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2, fail_on_recompile_limit_hit=True):
         clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
-        profile_model(Subject(tiny(), "fp32", 1, compile_blocks=True), CPU, clock)
+        profile_model(tiny(), Execution(1, compile=True), 1, clock)
     assert len(graphs) == 5  # 1, 4, 16, 64, 256 rows
 
 
 def test_profile_uses_the_attention_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "MOST_ROWS", 1)
-    clock, subject = Clock(CPU, Neighbours(0, 1, None), 0.001), Subject(tiny(), "fp32", 1)
+    clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
     flash: list[bool] = []
     try:
         for name, told in (("math", "math"), ("auto", "torch's choice")):
             note = lambda *_: flash.append(torch.backends.cuda.flash_sdp_enabled())  # noqa: E731
-            found = profile_model(replace(subject, attention=name), CPU, clock, 1, note)
+            found = profile_model(tiny(), Execution(1), 1, clock, attention=name, progress=note)
             assert found.measured["attention"] == told
             assert flash and set(flash) == {name == "auto"}
             flash.clear()

@@ -13,7 +13,7 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.measure import clock as clocks
-from vitpar.planner.measure.clock import PACES, Clock, CoreUse, CpuSpeedProbe, Neighbours, others_share
+from vitpar.planner.measure.clock import PACES, Clock, CpuSpeedProbe, Neighbours, core_use, others_share
 from vitpar.planner.measure.steps import TURNS, Measured, PlanRunner, PlanSteps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import FITTED, estimate_model, tensors
@@ -125,12 +125,12 @@ def test_other_programs_share_is_what_ranks_did_not_use(tmp_path: Path, monkeypa
     ticks = clocks.os.sysconf("SC_CLK_TCK")
     monkeypatch.setattr(clocks.time, "monotonic", lambda: 100.0)
     monkeypatch.setattr(clocks.time, "process_time", lambda: 1.0)
-    before = CoreUse.read(stat(tmp_path, 10 * ticks, 0))
+    before = core_use(stat(tmp_path, 10 * ticks, 0))
     monkeypatch.setattr(clocks.time, "monotonic", lambda: 110.0)
     monkeypatch.setattr(clocks.time, "process_time", lambda: 5.5)
-    after = CoreUse.read(stat(tmp_path, 15 * ticks, 2 * ticks))
+    after = core_use(stat(tmp_path, 15 * ticks, 2 * ticks))
     assert before is not None and after is not None
-    used = after.since(before)
+    used = tuple(b - a for a, b in zip(before, after, strict=True))
     assert used == pytest.approx((14.0, 4.5, 20.0))
     assert others_share([("here", *used)] * 2) == pytest.approx(5 / 20)
     assert others_share([("here", *used), ("there", *used)]) == pytest.approx(9.5 / 20), "each machine by itself"

@@ -1,17 +1,18 @@
 """Prices of plans against known results: idle shares, memory by hand, crowded cores, and overlap."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from vitpar.models import ViTConfig, model_config
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.links import Links, RankGroup, hops, layer_groups
+from vitpar.planner.cost.links import Links, RankGroup, hop, layer_groups
 from vitpar.planner.cost.memory import _Walk
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.cost.streams import Streams
+from vitpar.planner.cost.stage import Streams
 from vitpar.planner.profile.curves import Curve, Timing
 from vitpar.planner.profile.estimate import tensors
 from vitpar.planner.profile.profiles import (
@@ -325,11 +326,9 @@ def test_slowest_group_of_each_kind_is_priced() -> None:
 )
 def test_each_hop_of_a_pipeline_has_its_nodes(mesh: str, nodes: list[int]) -> None:
     plan = parse(mesh)
-    found = hops(plan, 4)
-    assert [hop.nodes for hop in found] == nodes
+    assert [hop(plan, a, b, 4)[0].nodes for a, b in pairwise(range(plan.pipeline_degree))] == nodes
     # Both stages of the middle hop of a V are on the last rank.
-    middle = hops(replace(plan, schedule="zbvzerobubble", virtual_stages=2), 4)[plan.pipeline_degree - 1]
-    assert middle.alone
+    assert hop(plan, plan.pipeline_degree - 1, plan.pipeline_degree - 1, 4)[0].alone
 
 
 def test_unmeasured_group_sizes_are_extrapolated_as_a_ring() -> None:

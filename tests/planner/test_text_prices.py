@@ -8,10 +8,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from helpers.text_models import V1_1, TextModel, bert, t5
+from vitpar import Execution
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.vocabulary import token_losses
-from vitpar.planner.measure.layer_bench import LayerBench, Subject, built
+from vitpar.planner.measure.layer_bench import LayerBench, built
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 
@@ -80,7 +81,7 @@ def test_bytes_kept_under_tensor_parallelism_are_those_of_one_rank(
     monkeypatch.setattr(nn.RMSNorm, "forward", from_input)
     config = CASES[case]
     profile = estimate_model(config, "fp32", find_cluster("8xH100").hardware(), (tensor,))
-    with built(Subject(config, "fp32", 3), tensor, torch.device("cpu")) as model:
+    with built(config, Execution(1), tensor, torch.device("cpu")) as model:
         # The decoder's embedding is overestimated: no product keeps what its norm gives.
         for kind in config.kinds.keys() - {"dec_embed"}:
             bench = LayerBench(model, kind)

@@ -106,9 +106,10 @@ def _pipeline(config: ModelConfig, plan: Plan, sizes: tuple[float, float]) -> li
     """
     parts, flops = stage_layers(config, plan), config.layer_flops
     strategies = plan.strategies(config.layer_names)
-    elements = {name: layer_elements(config.layers[name], strategies[name]) for name in config.layer_names}
-    held = {name: one.local_numel for name, one in elements.items()}
-    trained = {name: one.trained_local + one.trained_tables for name, one in elements.items()}
+    held, trained = (
+        {name: layer_elements(config.layers[name], strategies[name], trained=only).local_numel for name in strategies}
+        for only in (False, True)
+    )
     size = {name: trained[name] * sizes[0] + (held[name] - trained[name]) * sizes[1] for name in held}
     pipeline_ranks = []
     for pp in range(plan.pipeline_degree):

@@ -41,16 +41,14 @@ def _pipeline(plan: Plan, page: Charts) -> str:
 
     It assumes equal stages, a backward twice as long as the forward, and free communication.
     """
-    from vitpar.planner.cost.pipeline import UNITS, idle_share, replay
+    from vitpar.planner.cost.pipeline import ideal_events, idle_share
     from vitpar.planner.report.timeline import spans_of
     from vitpar.strategy.pipeline_orders import action_order
 
     batches = plan.microbatches or 1
     if 3 * batches * plan.num_stages > MOST_ACTIONS:
         return f"<p>A step has {batches:,} micro-batches in {plan.num_stages:,} stages: too many to draw.</p>"
-    events = replay(
-        action_order(plan, batches), plan.num_stages, lambda computation, stage, microbatch: UNITS[computation]
-    )
+    events = ideal_events(action_order(plan, batches), plan.num_stages)
     note = (
         f"{plan.schedule}, {batches:,} micro-batches, in theory {idle_share(plan, batches) * 100:.1f} % of the time "
         "idle: equal stages, a backward twice as long as the forward (1 unit), free communication."

@@ -31,12 +31,6 @@ class LayerElements:
     """Elements of tables, which every rank keeps complete: counted in both numbers, but never gathered or cast."""
     sums: Mapping[str, int]
     """Elements of partial gradients to be summed once per step over a tensor axis, by axis name."""
-    trained_local: int
-    """Elements that the rank stores and trains, without tables."""
-    trained_compute: int
-    """Elements that the rank computes with and trains, without tables."""
-    trained_tables: int
-    """Elements of tables that are trained."""
 
 
 def layer_parameters(config: ModelConfig, plan: Plan, stage_rank: int = 0) -> dict[str, int]:
@@ -53,16 +47,22 @@ def layer_parameters(config: ModelConfig, plan: Plan, stage_rank: int = 0) -> di
 
 
 @lru_cache(maxsize=2**16)
-def layer_elements(layer: LayerDescription, strategy: Strategy, stage_rank: int = 0) -> LayerElements:
-    """Return the element counts of a layer; `stage_rank` as in `layer_parameters`."""
+def layer_elements(
+    layer: LayerDescription, strategy: Strategy, stage_rank: int = 0, trained: bool = False
+) -> LayerElements:
+    """Return the element counts of a layer; `stage_rank` as in `layer_parameters`.
+
+    trained: whether only parameters that are trained count.
+    """
     # fully_shard splits the tensor-parallel part along dim 0; all its axes together number the shard.
     sizes, at = dict(mesh_axes(strategy)), place(strategy, stage_rank)
     shard, shards = 0, 1
     for axis in sharding_axes(strategy):
         shard, shards = shard * sizes[axis] + at[axis], shards * sizes[axis]
     local_numel, compute_numel, tables, sums = 0, 0, 0, Counter[str]()
-    trained_local, trained_compute, trained_tables = 0, 0, 0
     for split in parameter_splits(layer, strategy.mode).values():
+        if trained and not split.trained:
+            continue
         shape = list(split.shape)
         for axis, dim in split.axes.items():
             if axis in sizes:
@@ -74,12 +74,6 @@ def layer_elements(layer: LayerDescription, strategy: Strategy, stage_rank: int 
         else:
             shape[0] = len(chunk_range(shape[0], shards, shard))
         local_numel += math.prod(shape)
-        if not split.trained:
-            continue
-        trained_local += math.prod(shape) * (not split.complete)
-        trained_compute += whole * (not split.complete)
-        trained_tables += whole * split.complete
-        for axis in split.sums:
-            if axis in sizes:
-                sums[axis] += math.prod(shape)
-    return LayerElements(local_numel, compute_numel, tables, dict(sums), trained_local, trained_compute, trained_tables)
+        if split.trained:
+            sums.update({axis: math.prod(shape) for axis in split.sums if axis in sizes})
+    return LayerElements(local_numel, compute_numel, tables, dict(sums))

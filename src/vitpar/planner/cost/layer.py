@@ -64,11 +64,6 @@ class LayerCosts:
         """Return whether all activations between layers have gradients: whether the first layer is trained."""
         return self.config.first_layer.backward != "nothing"
 
-    @property
-    def peak(self) -> float | None:
-        """Return the peak FLOPs per second of a device in the compute dtype; None if unknown."""
-        return self.hardware.peaks.get(self.precision.compute.name)
-
     def position(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         """Return the strategy's groups and execution at this place in the pipeline."""
         key = strategy, where
@@ -84,7 +79,6 @@ class LayerCosts:
         parameters = *sizes, wrapped, groups.shard, groups.replicate, groups.partial
         self._seats[key] = PipelinePosition(
             strategy,
-            tensor_name(strategy),
             groups,
             {kind: rules.of(strategy, layer) for kind, layer in self.config.kinds.items()},
             dp * fsdp,
@@ -100,50 +94,8 @@ class LayerCosts:
         rows: images of the micro-batch over all ranks of the stage.
         """
         key = kind, position.computes, rows // position.data
-        if key not in self._work:
-            self._work[key] = self._worked(kind, position, rows)
-        return self._work[key]
-
-    def weights(self, kind: LayerKind, position: PipelinePosition) -> LayerParameters:
-        """Return the sizes of a layer's parameters and the cost of gathering and reducing them."""
-        key = kind, position.keeps
-        if key not in self._parameters:
-            self._parameters[key] = self._weighed(kind, position)
-        return self._parameters[key]
-
-    def computing(self, kind: LayerKind, position: PipelinePosition, rows: int) -> float:
-        """Return the seconds that a rank computes for a micro-batch, forward and backward, without communication.
-
-        rows: images of the micro-batch over all ranks of the stage.
-        """
-        here = rows // position.data / _squares(position.strategy)
-        profile = self._profile(kind, position)
-        return profile.forward.seconds(here) + self._backward(kind, position, here)[0]
-
-    def crowd(self, ranks: int) -> float:
-        """Return the factor by which a rank computes slower than profiled while `ranks` ranks compute at once.
-
-        1 on GPUs, which ranks do not share. Below 1 if the profile was measured with more processes on the cores.
-        """
-        model = self.model
-        if model.device == "cuda":
-            return 1.0
-        here = min(ranks, self.hardware.ranks_per_node)
-        # Threads per core, now and when profiled. Below 1, cores are idle and no rank is slowed down.
-        return max(1.0, here * model.threads / model.cores) / max(1.0, model.processes * model.threads / model.cores)
-
-    def at_once(self, stage_size: int) -> float:
-        """Return how many stages of `stage_size` ranks the cores of a node compute at once at full speed.
-
-        Not rounded, may be below 1; infinite on GPUs.
-        """
-        model = self.model
-        if model.device == "cuda":
-            return float("inf")
-        return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
-
-    def _worked(self, kind: LayerKind, position: PipelinePosition, rows: int) -> Work:
-        """Compute what `work` caches."""
+        if key in self._work:
+            return self._work[key]
         # Rows of one tensor-parallel group. The divisions are exact: plans that do not divide are refused, not rounded.
         here = rows // position.data / _squares(position.strategy)
         profile, layer = self._profile(kind, position), self.config.kinds[kind]
@@ -156,7 +108,7 @@ class LayerCosts:
             saved, workspace = 0.0, passing_elements(layer, position.strategy) * here * self.precision.compute.itemsize
         elif layer.frozen:
             saved *= frozen_share(layer, position.strategy)
-        return Work(
+        self._work[key] = Work(
             forward=profile.forward.seconds(here),
             backward=seconds,
             weight_grad_time=weights,
@@ -170,27 +122,15 @@ class LayerCosts:
             # Upper bound: the buffers of the largest collective may be alive at the layer's own peak.
             workspace=workspace + max(self._scratch(t, position.groups) for t in (forward, backward)),
         )
+        return self._work[key]
 
-    def _backward(self, kind: LayerKind, position: PipelinePosition, here: float) -> tuple[float, float]:
-        """Return the seconds of (backward, its gradients of weights) for `here` rows of a tensor-parallel group."""
-        computed = self.config.kinds[kind].backward
-        if computed == "nothing":
-            return 0.0, 0.0
-        profile, plain = self._profile(kind, position), self._profile(kind, position, checkpoint="none")
-        seconds = profile.backward.seconds(here)
-        # input_share is measured without checkpointing only: schedules that split backward refuse checkpoints.
-        weights = (1 - plain.input_share) * plain.backward.seconds(here)
-        if computed == "inputs":
-            return max(0.0, seconds - weights), 0.0
-        # The profile is of a layer that trains all. Products for gradients of weights take their time by their FLOPs.
-        layer = self.config.kinds[kind]
-        every = sum(part.flops for part in layer.parts)
-        needless = weights * (1 - layer.weight_flops / every) if layer.frozen and every else 0.0
-        return max(0.0, seconds - needless), weights - needless
-
-    def _weighed(self, kind: LayerKind, position: PipelinePosition) -> LayerParameters:
-        """Compute what `weights` caches."""
+    def weights(self, kind: LayerKind, position: PipelinePosition) -> LayerParameters:
+        """Return the sizes of a layer's parameters and the cost of gathering and reducing them."""
+        key = kind, position.keeps
+        if key in self._parameters:
+            return self._parameters[key]
         elements = layer_elements(self.config.kinds[kind], position.strategy)
+        trained = layer_elements(self.config.kinds[kind], position.strategy, trained=True)
         groups, precision = position.groups, self.precision
         wrapped, shards, copies = position.wrapped, not groups.shard.alone, not groups.replicate.alone
         # On a CPU, host memory is device memory: offloading saves nothing there.
@@ -198,11 +138,11 @@ class LayerCosts:
         gather = reduce = summed = gathered = unreduced = gathering = reducing = 0.0
         # Gradients of tables are summed over the world, which `sharing_seconds` prices.
         compute_numel, local_numel = elements.compute_numel - elements.tables, elements.local_numel - elements.tables
-        trained_compute, trained_local = elements.trained_compute, elements.trained_local
+        trained_compute, trained_local = trained.compute_numel - trained.tables, trained.local_numel - trained.tables
         if wrapped or precision.compute != precision.parameters:
             gathered = compute_numel * precision.compute.itemsize
         if wrapped:
-            local = self._weight_profiles[self._profiled[kind], position.tensor]
+            local = self._weight_profiles[self._profiled[kind], tensor_name(position.strategy)]
             share = elements.compute_numel / local.elements
             gather = local.gather.seconds * share
             unreduced = trained_compute * precision.reduce.itemsize
@@ -235,11 +175,10 @@ class LayerCosts:
                 # One collective follows the other: their buffers do not add up.
                 reducing = max(reducing, self.links.scratch("all_reduce", group, size))
         reduce += summed
-        trained = trained_local + elements.trained_tables
-        return LayerParameters(
-            trained_elements=trained,
+        self._parameters[key] = LayerParameters(
+            trained_elements=trained.local_numel,
             local_bytes=elements.local_numel * precision.parameters.itemsize,
-            gradient_bytes=trained * precision.parameters.itemsize,
+            gradient_bytes=trained.local_numel * precision.parameters.itemsize,
             gathered=gathered,
             unreduced_grad_bytes=unreduced,
             gather=gather,
@@ -253,6 +192,51 @@ class LayerCosts:
             message=(apart + joint) * precision.parameters.itemsize * (not wrapped),
             sums=elements.sums if wrapped else {},
         )
+        return self._parameters[key]
+
+    def computing(self, kind: LayerKind, position: PipelinePosition, rows: int) -> float:
+        """Return the seconds that a rank computes for a micro-batch, forward and backward, without communication.
+
+        rows: images of the micro-batch over all ranks of the stage.
+        """
+        here = rows // position.data / _squares(position.strategy)
+        profile = self._profile(kind, position)
+        return profile.forward.seconds(here) + self._backward(kind, position, here)[0]
+
+    def crowd(self, ranks: int) -> float:
+        """Return the factor by which a rank computes slower than profiled while `ranks` ranks compute at once.
+
+        1 on GPUs, which ranks do not share. Below 1 if the profile was measured with more processes on the cores.
+        """
+        here = min(ranks, self.hardware.ranks_per_node)
+        return self.model.crowd(here) / self.model.crowd(self.model.processes)
+
+    def at_once(self, stage_size: int) -> float:
+        """Return how many stages of `stage_size` ranks the cores of a node compute at once at full speed.
+
+        Not rounded, may be below 1; infinite on GPUs.
+        """
+        model = self.model
+        if model.device == "cuda":
+            return float("inf")
+        return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
+
+    def _backward(self, kind: LayerKind, position: PipelinePosition, here: float) -> tuple[float, float]:
+        """Return the seconds of (backward, its gradients of weights) for `here` rows of a tensor-parallel group."""
+        computed = self.config.kinds[kind].backward
+        if computed == "nothing":
+            return 0.0, 0.0
+        profile, plain = self._profile(kind, position), self._profile(kind, position, checkpoint="none")
+        seconds = profile.backward.seconds(here)
+        # input_share is measured without checkpointing only: schedules that split backward refuse checkpoints.
+        weights = (1 - plain.input_share) * plain.backward.seconds(here)
+        if computed == "inputs":
+            return max(0.0, seconds - weights), 0.0
+        # The profile is of a layer that trains all. Products for gradients of weights take their time by their FLOPs.
+        layer = self.config.kinds[kind]
+        every = sum(part.flops for part in layer.parts)
+        needless = weights * (1 - layer.weight_flops / every) if layer.frozen and every else 0.0
+        return max(0.0, seconds - needless), weights - needless
 
     def _moved(self, size: float) -> float:
         """Return the seconds to copy `size` bytes between a device and host memory.
@@ -282,7 +266,7 @@ class LayerCosts:
             if (layer.tensor, layer.checkpoint) == ("tp1", "none"):
                 profiled.setdefault(layer.layer, layer)
         seconds = sum(profiled[layer.kind].forward.seconds(rows) for layer in self.whole.layers.values())
-        return seconds * self.teacher.forward_flops / (self.whole.flops / 3) * self.crowd(ranks)
+        return seconds * self.teacher.config.flops / self.whole.flops * self.crowd(ranks)
 
     def update(self, elements: int, offloaded: bool) -> float:
         """Return the seconds of the optimizer's step on `elements` parameters, without the slowdown of shared cores.
@@ -300,11 +284,12 @@ class LayerCosts:
         Raises PlannerError if it was not measured.
         """
         strategy, policy = position.strategy, checkpoint or position.strategy.checkpoint or "none"
-        wrapped = always_wrapped(position.tensor) or position.wrapped
-        profile = self._layers.get((self._profiled[kind], position.tensor, policy, wrapped))
+        tensor = tensor_name(strategy)
+        wrapped = always_wrapped(tensor) or position.wrapped
+        profile = self._layers.get((self._profiled[kind], tensor, policy, wrapped))
         if profile is None:
             raise PlannerError(
-                f"the model profile has no {self._profiled[kind]} of {position.tensor} with checkpoint {policy} for "
+                f"the model profile has no {self._profiled[kind]} of {tensor} with checkpoint {policy} for "
                 f"'{strategy}': profile the model again with --ranks {strategy.size} or more"
             )
         return profile

@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.errors import PlannerError
 from vitpar.planner.profile.profiles import STEPS, Hardware, Link, nics_used, spread
-from vitpar.strategy import Plan, Strategy, stages_of_rank
+from vitpar.strategy import Plan, Strategy
 from vitpar.strategy.layout import mesh_axes, replicating_axes, sharding_axes
 
 _Axes = tuple[tuple[int, int], ...]
@@ -37,7 +36,7 @@ class Links:
         """
         if group.alone or not size:
             return 0.0
-        link, more_messages, more_bytes = self._link(operation, group)
+        link, more_messages, more_bytes = self._closest(operation, group)
         if more_messages == more_bytes == 1:
             return link.seconds(size)
         # The fitted latency can exceed a measured time, which would leave negative seconds for the bytes.
@@ -47,17 +46,16 @@ class Links:
 
     def scratch(self, operation: str, group: RankGroup, size: float) -> float:
         """Return the transient bytes of an operation on `size` bytes, apart from its inputs and outputs."""
-        return 0.0 if group.alone or not size else self._link(operation, group)[0].scratch(size)
-
-    def _link(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
-        """Return `_closest` from a cache, which is pickled with the costs that ranks are given."""
-        key = operation, group
-        if key not in self._closest_links:
-            self._closest_links[key] = self._closest(operation, group)
-        return self._closest_links[key]
+        return 0.0 if group.alone or not size else self._closest(operation, group)[0].scratch(size)
 
     def _closest(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
-        """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends."""
+        """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends.
+
+        Cached, and pickled with the costs that ranks are given.
+        """
+        key = operation, group
+        if key in self._closest_links:
+            return self._closest_links[key]
         candidates = [link for link in self._hardware.links if link.operation == operation]
         if operation == "p2p" and not any((link.nodes > 1) == (group.nodes > 1) for link in candidates):
             # Equal pairs do not partition an odd number of ranks. On nodes of odd size, some pairs of neighbours cross.
@@ -79,7 +77,9 @@ class Links:
 
         link = min(candidates, key=distance)
         measured, wanted = STEPS[link.operation](link.ranks), STEPS[operation](group.ranks)
-        return link, wanted[0] / measured[0], wanted[1] / measured[1] * self._more_nics(link, group)
+        more_bytes = wanted[1] / measured[1] * self._more_nics(link, group)
+        self._closest_links[key] = link, wanted[0] / measured[0], more_bytes
+        return self._closest_links[key]
 
     def _more_nics(self, link: Link, group: RankGroup) -> float:
         """Return how many times more network cards a measured link had on a node than `group` has."""
@@ -181,39 +181,26 @@ def placed(plan: Plan) -> tuple[int, int]:
 
 def stage_place(plan: Plan, pp: int, ranks_per_node: int) -> int:
     """Return the smallest index on the pp axis whose stage is at the same place within its nodes as that at `pp`."""
-    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
-    return next(n for n in range(pp + 1) if (pp - n) * inside % ranks_per_node == 0)
+    return next(n for n in range(pp + 1) if (pp - n) * _inside(plan) % ranks_per_node == 0)
 
 
-def hops(plan: Plan, ranks_per_node: int) -> list[RankGroup]:
-    """Return the slowest pair of ranks between each two neighbouring stages, in the order of stages."""
-    place = {stage: pp for pp in range(plan.pipeline_degree) for stage in stages_of_rank(pp, plan)}
-    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
-    pairs = pairwise(place[stage] for stage in range(plan.num_stages))
-    return [_hop(a, b, inside, plan.pipeline_degree, plan.stage_size, ranks_per_node) for a, b in pairs]
+def hop(plan: Plan, a: int, b: int, ranks_per_node: int, nics_per_node: int | None = None) -> tuple[RankGroup, Wires]:
+    """Return (slowest pair of a rank at index `a` of the pp axis and its counterpart at `b`, cards of its messages)."""
+    if a == b:  # a schedule with both stages on one rank
+        return RankGroup(), ()
+    ends = [_stage_ranks(plan, pp) // ranks_per_node for pp in (a, b)]
+    crossing, stride = ends[0] != ends[1], abs(b - a) * _inside(plan)
+    if not crossing.any():
+        return RankGroup(2, stride), ()
+    sends, receives = (end[crossing] for end in ends)
+    group = RankGroup(2, stride, 2, 1, 1 / max(int(np.bincount(nodes).max()) for nodes in (sends, receives)))
+    own = (nics_per_node or ranks_per_node) >= ranks_per_node
+    return group, (*_cards("out", a, sends, own), *_cards("in", b, receives, own))
 
 
 def sharing_group(plan: Plan, places: Sequence[int], ranks_per_node: int) -> RankGroup:
     """Return the group of the ranks that share a parameter between stages. places: their indices on the pp axis."""
-    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
-    farthest = _hop(min(places), max(places), inside, plan.pipeline_degree, plan.stage_size, ranks_per_node)
-    return replace(farthest, ranks=len(places))
-
-
-@cache
-def _hop(a: int, b: int, inside: int, pp: int, stage_size: int, ranks_per_node: int) -> RankGroup:
-    """Return the pair, on most nodes, of a rank at index `a` of the pp axis and its counterpart at `b`.
-
-    inside: ranks inside pp in rank order.
-    """
-    if a == b:  # a schedule with both stages on one rank
-        return RankGroup()
-    first = _ranks(((stage_size // inside, inside * pp), (inside, 1)))
-    nodes = [(first + index * inside) // ranks_per_node for index in (a, b)]
-    crossing = nodes[0] != nodes[1]
-    if not crossing.any():
-        return RankGroup(2, abs(b - a) * inside, 1)
-    return RankGroup(2, abs(b - a) * inside, 2, 1, 1 / max(int(np.bincount(ends[crossing]).max()) for ends in nodes))
+    return replace(hop(plan, min(places), max(places), ranks_per_node)[0], ranks=len(places))
 
 
 Wires = tuple[tuple[str, int], ...]
@@ -223,26 +210,18 @@ own card, which all ranks of a stage use alike."""
 
 def stage_wires(plan: Plan, pp: int, ranks_per_node: int, nics_per_node: int | None) -> Wires:
     """Return the cards of all ranks at index `pp` of the pp axis."""
-    if (nics_per_node or ranks_per_node) >= ranks_per_node:
-        return ("in", pp), ("out", pp)
-    nodes = {int(rank) // ranks_per_node for rank in _stage_ranks(plan, pp)}
-    return tuple((way, node) for way in ("in", "out") for node in sorted(nodes))
+    nodes, own = _stage_ranks(plan, pp) // ranks_per_node, (nics_per_node or ranks_per_node) >= ranks_per_node
+    return (*_cards("in", pp, nodes, own), *_cards("out", pp, nodes, own))
 
 
-def hop_wires(plan: Plan, a: int, b: int, ranks_per_node: int, nics_per_node: int | None) -> Wires:
-    """Return the cards of messages from index `a` of the pp axis to `b`: none if they stay on their nodes."""
-    ends = [_stage_ranks(plan, pp) // ranks_per_node for pp in (a, b)]
-    pairs = [(int(one), int(two)) for one, two in zip(*ends, strict=True) if one != two]
-    if not pairs:
-        return ()
-    if (nics_per_node or ranks_per_node) >= ranks_per_node:
-        return ("out", a), ("in", b)
-    return tuple({*(("out", one) for one, _ in pairs), *(("in", two) for _, two in pairs)})
+def _cards(way: str, pp: int, nodes: NDArray[np.int64], own: bool) -> Wires:
+    """Return the cards that ranks on `nodes` at index `pp` of the pp axis use. own: whether each rank has one."""
+    return ((way, pp),) if own else tuple((way, int(node)) for node in np.unique(nodes))
 
 
 def _stage_ranks(plan: Plan, pp: int) -> NDArray[np.int64]:
     """Return the ranks at index `pp` of the pp axis, in order."""
-    inside = _inner_ranks(plan.distinct[0], placed(plan)[0])
+    inside = _inside(plan)
     return pp * inside + _ranks(((plan.stage_size // inside, inside * plan.pipeline_degree), (inside, 1)))
 
 
@@ -253,10 +232,12 @@ def all_ranks(ranks: int, ranks_per_node: int) -> RankGroup:
 
 def _inner_ranks(strategy: Strategy, inner: int) -> int:
     """Return the product of the sizes of the last `inner` axes; -1 for all axes."""
-    ranks = 1
-    for axis in reversed(strategy.axes[len(strategy.axes) - inner :] if inner >= 0 else strategy.axes):
-        ranks *= axis.size
-    return ranks
+    return math.prod(axis.size for axis in strategy.axes[len(strategy.axes) - inner if inner >= 0 else 0 :])
+
+
+def _inside(plan: Plan) -> int:
+    """Return the number of ranks inside pp in rank order."""
+    return _inner_ranks(plan.distinct[0], placed(plan)[0])
 
 
 @cache

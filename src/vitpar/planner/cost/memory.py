@@ -42,7 +42,7 @@ class Memory:
     """Activations saved for backward."""
     workspace: float
     """Transient tensors of the layer that computes, or buffers of a collective."""
-    buffers: float
+    buffers: float = 0.0
     """Receive buffers of a pipeline stage, and the step's images."""
     reserved: float = 0.0
     """Device memory that no plan can use: that of the CUDA context, and images that the device holds."""
@@ -58,21 +58,15 @@ class Memory:
 
 
 def peak_memory(
-    stages: Mapping[int, StageCost],
-    actions: Sequence[Sequence[ActionPart]],
-    microbatches: int,
-    moments: float,
-    *,
-    buffers: float,
-    reserved: float,
-    teacher: float,
+    stages: Mapping[int, StageCost], actions: Sequence[Sequence[ActionPart]], microbatches: int, moments: float
 ) -> Memory:
     """Return a rank's memory at its peak during `actions`, run in order, and the optimizer step after them.
+
+    Buffers, reserved bytes and a teacher, which a rank keeps throughout a step, are left out.
 
     stages: pipeline stages of the rank, by number.
     microbatches: micro-batches in `actions`.
     moments: bytes of optimizer state per byte of parameters.
-    buffers, reserved, teacher: bytes that the rank keeps throughout a step, as in `Memory`.
     """
     walk = _Walk(stages, microbatches)
     for computation, number, _ in chain.from_iterable(actions):
@@ -85,9 +79,6 @@ def peak_memory(
         parameters=sum(one.local_bytes for one in device),
         optimizer=sum(one.gradient_bytes for one in device) * moments,
         **walk.most,
-        buffers=buffers,
-        reserved=reserved,
-        teacher=teacher,
         host=sum(one.local_bytes for one in host) + trained * (1 + moments),  # then gradients and optimizer state
     )
 

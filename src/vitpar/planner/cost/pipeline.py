@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from vitpar.planner.cost.links import Wires
 from vitpar.strategy import Plan
@@ -38,7 +39,12 @@ def idle_share(plan: Plan, microbatches: int) -> float:
 
 def duration(order: ActionOrder, num_stages: int) -> float:
     """Return the length of a step in `UNITS`, with free communication."""
-    return replay(order, num_stages, lambda computation, stage, microbatch: UNITS[computation])[-1].end
+    return ideal_events(order, num_stages)[-1].end
+
+
+def ideal_events(order: ActionOrder, num_stages: int) -> list[Event]:
+    """Return the events of a step in `UNITS`, with free communication."""
+    return replay(order, num_stages, lambda computation, stage, microbatch: ActionCost(UNITS[computation]))[0]
 
 
 @dataclass(frozen=True)
@@ -66,20 +72,19 @@ class Event:
         return replace(self, start=self.start + seconds, end=self.end + seconds, arrived=arrived)
 
 
-@dataclass
-class CrossTraffic:
-    """Traffic of a pipeline's stages to other nodes, over wires that they share."""
+class ActionCost(NamedTuple):
+    """Cost of one action of a pipeline rank, on cores and wires that nothing else uses."""
 
-    hop: Callable[[int, int], Wires] = lambda source, target: ()
-    """Function of (source, target): the wires of messages between two stages."""
-    stage: Callable[[int], Wires] = lambda stage: ()
-    """Function of a stage: the wires of its collectives."""
-    share: Callable[[str, int, int], float] = lambda computation, stage, number: 0.0
-    """Function of (computation, stage, micro-batch): share of an action's time in which its collectives cross nodes."""
-    left: Callable[[str, int, int], tuple[float, bool]] = lambda computation, stage, number: (0.0, False)
-    """Function of an action: (seconds of the transfers that outlast it, whether they cross nodes)."""
-    ends: dict[int, float] = field(default_factory=dict)
-    """Second at which these transfers are done, by index on the pp axis; `replay` fills it."""
+    seconds: float
+    """Duration."""
+    wires: Wires = ()
+    """Wires to other nodes that its collectives use."""
+    share: float = 0.0
+    """Share of its time in which they are used."""
+    left: float = 0.0
+    """Seconds of the transfers that outlast it."""
+    across: bool = False
+    """Whether these use the wires, too."""
 
 
 @dataclass
@@ -189,21 +194,19 @@ class _Clock:
 def replay(
     order: ActionOrder,
     num_stages: int,
-    seconds: Callable[[str, int, int], float],
-    sending: Callable[[int, int], float] = lambda source, target: 0.0,
+    cost: Callable[[str, int, int], ActionCost],
+    hop: Callable[[int, int], tuple[float, Wires]] = lambda source, target: (0.0, ()),
     at_once: float = float("inf"),
-    traffic: CrossTraffic | None = None,
-) -> list[Event]:
-    """Return all events of a step, in the order in which they end.
+) -> tuple[list[Event], dict[int, float]]:
+    """Return (all events of a step, in the order in which they end, end of each rank's last transfer by its index).
 
     order: actions of each pipeline rank.
-    seconds: returns the duration of a (computation, stage, micro-batch) on cores that no other pipeline rank shares.
-    sending: returns the seconds to send a micro-batch from one stage to another. Messages from one stage to another
-        are sent one after the other.
+    cost: function of (computation, stage, micro-batch).
+    hop: function of two stages that returns the seconds to send a micro-batch from one to the other, and the wires to
+        other nodes that the message uses. Messages from one stage to another are sent one after the other.
     at_once: number of pipeline ranks that the cores can run at full speed.
-    traffic: what is sent to other nodes; None if all messages have wires of their own.
     """
-    traffic, clock = traffic or CrossTraffic(), _Clock(at_once)
+    clock, ends = _Clock(at_once), dict[int, float]()
     lanes = {
         pp: _Lane(deque((part, action if part is action[-1] else ()) for action in actions for part in action))
         for pp, actions in order.items()
@@ -224,16 +227,21 @@ def replay(
             return
         lane.started = clock.now
         lane.arrived = there[need] if need is not None and need[0] in "FB" else None
-        share = traffic.share(*part)
-        wires = traffic.stage(part[1]) if share else ()
-        clock.start(_Work(partial(finish, pp), seconds(*part), clock.now, wires, share, computes=True, order=pp))
+        seconds, wires, share, *_ = cost(*part)
+        wires = wires if share else ()
+        clock.start(_Work(partial(finish, pp), seconds, clock.now, wires, share, computes=True, order=pp))
 
     def finish(pp: int) -> None:
         lane = lanes[pp]
         assert lane.started is not None
         part, finished = lane.parts.popleft()
         events.append(Event(pp, *part, lane.started, clock.now, lane.arrived))
-        leave(lane, pp, part[1], *traffic.left(*part))
+        _, wires, _, left, across = cost(*part)
+        if left and lane.transfer:
+            clock.add(lane.transfer, left)
+        elif left:
+            lane.transfer = _Work(partial(end, pp), left, clock.now, wires if across else ())
+            clock.start(lane.transfer)
         lane.started = None
         # torch sends the results of overlapped parts only after the last of them.
         for each, stage, number in finished:
@@ -246,8 +254,8 @@ def replay(
         start(pp)
 
     def send(source: int, target: int) -> None:
-        wires = traffic.hop(source, target)
-        clock.start(_Work(partial(arrive, source, target), sending(source, target), clock.now, wires))
+        seconds, wires = hop(source, target)
+        clock.start(_Work(partial(arrive, source, target), seconds, clock.now, wires))
 
     def arrive(source: int, target: int) -> None:
         queue = queues[source, target]
@@ -258,21 +266,14 @@ def replay(
         if what in waiting:
             start(waiting.pop(what))
 
-    def leave(lane: _Lane, pp: int, stage: int, left: float, across: bool) -> None:
-        if left and lane.transfer:
-            clock.add(lane.transfer, left)
-        elif left:
-            lane.transfer = _Work(partial(end, pp), left, clock.now, traffic.stage(stage) if across else ())
-            clock.start(lane.transfer)
-
     def end(pp: int) -> None:
-        lanes[pp].transfer, traffic.ends[pp] = None, clock.now
+        lanes[pp].transfer, ends[pp] = None, clock.now
 
     for pp in lanes:
         start(pp)
     clock.run()
     assert not any(lane.parts for lane in lanes.values()), "the ranks of the pipeline deadlock"
-    return events
+    return events, ends
 
 
 def _need(computation: str, stage: int, number: int, num_stages: int) -> ActionPart | None:

@@ -13,24 +13,23 @@ from functools import cache, lru_cache
 from itertools import pairwise
 
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import LayerDescription, layer_of
+from vitpar.models.description import layer_of
 from vitpar.models.roles import parameter_splits
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.links import (
     RankGroup,
+    Wires,
     all_ranks,
-    hop_wires,
-    hops,
+    hop,
     placed,
     sharing_group,
     stage_place,
     stage_wires,
 )
 from vitpar.planner.cost.memory import Memory, peak_memory
-from vitpar.planner.cost.pipeline import CrossTraffic, Event, replay
+from vitpar.planner.cost.pipeline import ActionCost, Event, replay
 from vitpar.planner.cost.records import PlacedStrategy
-from vitpar.planner.cost.stage import StageCost, build_stage
-from vitpar.planner.cost.streams import Spent, Streams
+from vitpar.planner.cost.stage import StageCost, Streams, build_stage
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import (
     Axis,
@@ -78,7 +77,7 @@ class Price:
     memory: tuple[Memory, ...]
     """Peak memory of the fullest rank at each index of the pp axis."""
     events: tuple[Event, ...]
-    """Actions of the pipeline ranks with their times."""
+    """Actions of the pipeline ranks with their times; empty without a pipeline."""
     rank_times: tuple[Mapping[str, float], ...] = ()
     """Breakdown of `seconds` by purpose, at each index of the pp axis."""
 
@@ -101,7 +100,7 @@ class Price:
 
         It is the FLOPs of the model's matrix products over those that all devices could compute in the step.
         """
-        peak = costs.peak
+        peak = costs.hardware.peaks.get(costs.precision.compute.name)
         return peak and costs.config.flops * self.images_per_second / (peak * self.plan.world_size)
 
 
@@ -152,42 +151,26 @@ def _memory(
         few = min(few, 3)  # a first, a middle and a last micro-batch: all between are like the middle one
         order: ActionOrder = {0: [[(computation, 0, n)] for n in range(few) for computation in "FB"]}
     else:
-        order = actions(plan, batch.microbatches)
+        order = _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, few)
     buffers, memories = _buffers(plan, costs, batch), []
+    reserved, teacher = costs.hardware.reserved_bytes, costs.teacher_bytes(plan.world_size)
     for pp in range(plan.pipeline_degree):
-        numbers = stages_of_rank(pp, plan)
-        most = peak_memory(
-            {number: stages[number] for number in numbers},
-            order[pp],
-            few,
-            moments,
-            buffers=sum(buffers[number] for number in numbers),
-            reserved=costs.hardware.reserved_bytes,
-            teacher=costs.teacher_bytes(plan.world_size),
-        )
-        memories.append(most)
+        mine = {number: stages[number] for number in stages_of_rank(pp, plan)}
+        kept = sum(buffers[number] for number in mine)
+        peak = peak_memory(mine, order[pp], few, moments)
+        memories.append(replace(peak, buffers=kept, reserved=reserved, teacher=teacher))
     return tuple(memories)
-
-
-def actions(plan: Plan, microbatches: int) -> ActionOrder:
-    """Return the actions of every rank of the plan's pipeline, in order; cached."""
-    return _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, microbatches)
 
 
 @lru_cache(maxsize=4096)
 def _actions(schedule: str, pp: int, virtual_stages: int, microbatches: int) -> ActionOrder:
+    """Return the actions of every rank of a pipeline, in order."""
     return action_order(Plan(pp=pp, schedule=schedule, virtual_stages=virtual_stages), microbatches)
 
 
-Times = tuple[list[float], list[Spent], list[Event]]
-"""(seconds until the last backward and the gradients that it sent are done, their breakdown by purpose, all actions) of
-a step until gradients are reduced: the first two for each index of the pp axis."""
-
-
-def _where(plan: Plan, costs: LayerCosts) -> list[PlacedStrategy]:
-    """Return where the layers of each index of the pp axis are."""
-    places = (stage_place(plan, pp, costs.hardware.ranks_per_node) for pp in range(plan.pipeline_degree))
-    return [PlacedStrategy(*placed(plan), plan.splits_backward, place) for place in places]
+Times = tuple[list[float], list[dict[str, float]], list[Event]]
+"""(seconds until the last backward and the gradients that it sent are done, their breakdown by purpose, actions of a
+pipeline) of a step until gradients are reduced: the first two for each index of the pp axis."""
 
 
 @lru_cache(maxsize=64)
@@ -201,11 +184,12 @@ def _laid_out(plan: Plan, config: ModelConfig) -> tuple[tuple[tuple[tuple[LayerK
 
 
 def _stages(plan: Plan, costs: LayerCosts, rows: int) -> list[StageCost]:
-    where, (stages, travel) = _where(plan, costs), _laid_out(plan, costs.config)
-    places = [where[rank_of_stage(number, plan)] for number in range(plan.num_stages)]
+    stages, travel = _laid_out(plan, costs.config)
+    indices = [stage_place(plan, pp, costs.hardware.ranks_per_node) for pp in range(plan.pipeline_degree)]
+    where = [PlacedStrategy(*placed(plan), plan.splits_backward, index) for index in indices]
     return [
-        build_stage(costs, layers, rows, place, taken=taken, given=given)
-        for layers, place, (taken, given) in zip(stages, places, pairwise(travel), strict=True)
+        build_stage(costs, layers, rows, where[rank_of_stage(number, plan)], taken=taken, given=given)
+        for number, (layers, (taken, given)) in enumerate(zip(stages, pairwise(travel), strict=True))
     ]
 
 
@@ -221,115 +205,88 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
 
     turns: factor by which computing takes longer because ranks share cores.
     """
-    streams, skipped = Streams(costs.hardware.overlap, turns), 0.0
-    events: list[Event] = []
-    for number in range(microbatches):
-        # The middle micro-batches are alike: replay the third, numbered 2, and repeat its duration for the others but
-        # the last. The first gathers for the step, and only from the second on may a backlog of transfers carry over.
-        if number == 2 and microbatches > 4:
-            before, spent, queued = streams.at, Spent(streams.spent), streams.backlog
-        elif 3 <= number < microbatches - 1 and microbatches > 4:
-            if number == 3:
-                delta = {what: streams.spent[what] - spent[what] for what in streams.spent}
-                length = streams.at - before
-                late = {wire: left - queued.get(wire, 0.0) for wire, left in streams.backlog.items()}
-            skipped += length
-            # If links are slower than computing, the backlog of transfers grows with every micro-batch.
-            for (lane, across), seconds in late.items():
-                streams.send(seconds, lane, across)
-            streams.spent.add(delta)
-            _mark(events, number, streams.at + skipped - length, streams.at + skipped)
-            continue
-        begun = streams.at + skipped
+    streams, repeats, skipped = Streams(costs.hardware.overlap, turns), max(0, microbatches - 4), 0.0
+    for number in range(microbatches - repeats):
+        begun, before, queued = streams.at, dict(streams.spent), streams.backlog
         stage.forward(streams, number == 0)
-        middle = streams.at + skipped
-        stage.backward(streams, number == microbatches - 1)
+        stage.backward(streams, number == microbatches - repeats - 1)
         streams.block(costs.model.microbatch * turns, "other")
-        events += [Event(0, "F", 0, number, begun, middle), Event(0, "B", 0, number, middle, streams.at + skipped)]
+        if number == 2 and repeats:
+            # The middle micro-batches are alike: the third stands for all. The first gathers for the step, and only
+            # from the second on may a backlog of transfers carry over.
+            skipped, late = repeats * (streams.at - begun), streams.backlog
+            for what, seconds in streams.spent.items():
+                streams.spent[what] += repeats * (seconds - before.get(what, 0.0))
+            # If links are slower than computing, the backlog grows with every micro-batch.
+            for (lane, across), seconds in list(late.items()) * repeats:
+                streams.send(seconds - queued.get((lane, across), 0.0), lane, across)
     streams.meet()
     streams.wait(None, "gradients")
-    return [streams.at + skipped], [streams.spent], events
-
-
-def _mark(events: list[Event], number: int, begun: float, end: float) -> None:
-    """Add the events of a micro-batch that was not replayed: a third of its time is forward, as in the FLOPs."""
-    middle = begun + (end - begun) / 3
-    events += [Event(0, "F", 0, number, begun, middle), Event(0, "B", 0, number, middle, end)]
+    return [streams.at + skipped], [streams.spent], []
 
 
 def _pipelined(plan: Plan, stages: list[StageCost], microbatches: int, rows: int, costs: LayerCosts) -> Times:
     """Replay the actions of a pipeline. rows: images of a micro-batch."""
-    at_once = costs.at_once(plan.stage_size)
+    hardware, at_once = costs.hardware, costs.at_once(plan.stage_size)
     sending = crowded(at_once, plan.pipeline_degree)
     alone, last = costs.crowd(1), microbatches - 1
     overhead = costs.model.microbatch / 2 * alone  # of a forward, or of a backward
-    priced: dict[tuple[str, int, bool], tuple[float, Spent, Streams]] = {}
-
-    def action(computation: str, number: int, microbatch: int) -> tuple[float, Spent, Streams]:
-        """Return (seconds, breakdown, clock) of an action; the clock has what is still to be sent."""
-        # The first forward gathers for the complete step, the last backward reduces. All others are alike.
-        special = microbatch == (0 if computation == "F" else last)
-        key = computation, number, special
-        if key not in priced:
-            streams, stage = Streams(costs.hardware.overlap, alone), stages[number]
-            late = stage.late
-            if computation == "F":
-                stage.forward(streams, special)
-            elif computation == "W":
-                streams.compute(late, "backward")
-            else:
-                stage.backward(streams, special)
-            # I is a complete backward without the part that W computes later.
-            if computation == "I":
-                streams.at -= late * alone
-                streams.spent["backward"] -= late * alone
-            streams.meet()
-            streams.block(overhead, "other")
-            spent = Spent({what: s if what in COMPUTED else s * sending for what, s in streams.spent.items()})
-            spent["other"] += costs.hardware.pipeline * sending
-            priced[key] = sum(spent.values()), spent, streams
-        return priced[key]
-
-    def crossing(computation: str, number: int, microbatch: int) -> float:
-        """Return the share of an action's time in which its collectives cross nodes."""
-        taken, _, streams = action(computation, number, microbatch)
-        return min(1.0, streams.crossing / taken) if taken else 0.0
-
-    def left(computation: str, number: int, microbatch: int) -> tuple[float, bool]:
-        streams = action(computation, number, microbatch)[2]
-        return streams.left, any(across for _, across in streams.backlog)
-
-    hardware, per_node = costs.hardware, costs.hardware.ranks_per_node
     places = [rank_of_stage(number, plan) for number in range(plan.num_stages)]
-    wires = [stage_wires(plan, pp, per_node, hardware.nics_per_node) for pp in range(plan.pipeline_degree)]
-    between = {
-        (a, b): hop_wires(plan, places[a], places[b], per_node, hardware.nics_per_node)
-        for pair in pairwise(range(plan.num_stages))
-        for a, b in (pair, pair[::-1])
-    }
-    traffic = CrossTraffic(lambda a, b: between[a, b], lambda stage: wires[places[stage]], crossing, left)
-    each = rows * costs.precision.compute.itemsize
-    travelling = zip(hops(plan, per_node), _travelling(plan, costs.config)[1:-1], strict=True)
-    sent = [_travel_seconds(costs, hop, each * elements) for hop, elements in travelling]
-    events = replay(
-        actions(plan, microbatches),
-        plan.num_stages,
-        lambda computation, stage, number: action(computation, stage, number)[0],
+    nodes = hardware.ranks_per_node, hardware.nics_per_node
+    travelling = _travelling(plan, costs.config)
+
+    @cache
+    def priced(computation: str, number: int, special: bool) -> tuple[ActionCost, dict[str, float]]:
+        """Return an action's cost and the breakdown of its seconds."""
+        streams, stage = Streams(hardware.overlap, alone), stages[number]
+        late = stage.late
+        if computation == "F":
+            stage.forward(streams, special)
+        elif computation == "W":
+            streams.compute(late, "backward")
+        else:
+            stage.backward(streams, special)
+        # I is a complete backward without the part that W computes later.
+        if computation == "I":
+            streams.at -= late * alone
+            streams.spent["backward"] -= late * alone
+        streams.meet()
+        streams.block(overhead, "other")
+        spent = {what: s if what in COMPUTED else s * sending for what, s in streams.spent.items()}
+        spent["other"] += hardware.pipeline * sending
+        seconds = sum(spent.values())
+        # Collectives cross nodes in a share of the action's time.
+        share = min(1.0, streams.crossing / seconds) if seconds else 0.0
+        across = any(across for _, across in streams.backlog)
+        wires = stage_wires(plan, places[number], *nodes)
+        return ActionCost(seconds, wires, share, streams.left, across), spent
+
+    def action(computation: str, number: int, microbatch: int) -> tuple[ActionCost, dict[str, float]]:
+        # The first forward gathers for the complete step, the last backward reduces. All others are alike.
+        return priced(computation, number, microbatch == (0 if computation == "F" else last))
+
+    @cache
+    def message(source: int, target: int) -> tuple[float, Wires]:
         # Without a gradient nothing is sent back. Still the backward of a stage waits for the stage behind it.
-        lambda source, target: sent[min(source, target)] * (target > source or stages[source].passes_gradient),
-        at_once,
-        traffic,
-    )
-    done, spent = [0.0] * plan.pipeline_degree, [Spent() for _ in range(plan.pipeline_degree)]
+        sent = rows * travelling[max(source, target)] * costs.precision.compute.itemsize
+        sent *= target > source or stages[source].passes_gradient
+        pair, wires = hop(plan, places[source], places[target], *nodes)
+        return _travel_seconds(costs, pair, sent), wires
+
+    order = _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, microbatches)
+    events, ends = replay(order, plan.num_stages, lambda *part: action(*part)[0], message, at_once)
+    spent: list[dict[str, float]] = [defaultdict(float) for _ in range(plan.pipeline_degree)]
     for event in events:
-        seconds, parts, _ = action(event.computation, event.stage, event.microbatch)
+        cost, parts = action(event.computation, event.stage, event.microbatch)
         # An action takes longer than alone while others use the same cores, or the same wires to other nodes.
-        spent[event.pp].add(parts, (event.end - event.start) / seconds if seconds else 1.0)
-        done[event.pp] = max(event.end, traffic.ends.get(event.pp, 0.0))
-    for pp, end in enumerate(done):
-        computed = max(event.end for event in events if event.pp == pp)
-        spent[pp]["gradients"] += end - computed
-        spent[pp]["waiting"] += max(0.0, end - sum(spent[pp].values()))
+        longer = (event.end - event.start) / cost.seconds if cost.seconds else 1.0
+        for what, seconds in parts.items():
+            spent[event.pp][what] += longer * seconds
+    computed = {event.pp: event.end for event in events}
+    done = [max(computed[pp], ends.get(pp, 0.0)) for pp in range(plan.pipeline_degree)]
+    for pp, (parts, end) in enumerate(zip(spent, done, strict=True)):
+        parts["gradients"] += end - computed[pp]
+        parts["waiting"] += max(0.0, end - sum(parts.values()))
     return done, spent, events
 
 
@@ -358,11 +315,13 @@ def _pipeline_hops(
     axes = (Axis("dp", stage_size),) if stage_size > 1 else ()
     plan, users = replace(pipeline, layers=(("*", Strategy(axes)),)), defaultdict[tuple[str, int], list[int]](list)
     places = [rank_of_stage(number, plan) for number in range(plan.num_stages)]
-    for number, pair in enumerate(pairwise(places)):
-        for a, b in (pair, pair[::-1]):
-            for wire in hop_wires(plan, a, b, per_node, nics_per_node):
-                users[wire].append(number)
-    return tuple(hops(plan, per_node)), tuple(dict.fromkeys(map(tuple, users.values())))
+    hops = list[RankGroup]()
+    for number, (a, b) in enumerate(pairwise(places)):
+        (pair, there), (_, back) = (hop(plan, *ends, per_node, nics_per_node) for ends in ((a, b), (b, a)))
+        hops.append(pair)
+        for wire in (*there, *back):
+            users[wire].append(number)
+    return tuple(hops), tuple(dict.fromkeys(map(tuple, users.values())))
 
 
 def hop_seconds(pipeline: Plan, costs: LayerCosts, stage_size: int, size: float) -> Hops:
@@ -395,17 +354,13 @@ def sharing_seconds(plan: Plan, costs: LayerCosts) -> float:
     seconds = costs.links.seconds("all_reduce", all_ranks(plan.world_size, per_node), tables)
     for owner in owners:
         if len(used := places.get(owner, ())) > 1:
-            shard = shard_elements(config.layers[layer_of(owner)], owner, strategies[layer_of(owner)]) * itemsize
+            name = layer_of(owner)
+            split = parameter_splits(config.layers[name], strategies[name].mode)[owner.removeprefix(f"{name}.")]
+            sizes = dict(mesh_axes(strategies[name]))
+            parts = math.prod(sizes.get(axis, 1) for axis in (*split.axes, *sharding_axes(strategies[name])))
+            shard = math.prod(split.shape) / parts * itemsize
             seconds += costs.links.seconds("all_reduce", sharing_group(plan, used, per_node), shard)
     return seconds
-
-
-def shard_elements(layer: LayerDescription, parameter: str, strategy: Strategy) -> float:
-    """Return the elements of a rank's shard of a parameter, by its name in the model."""
-    split = parameter_splits(layer, strategy.mode)[parameter.removeprefix(f"{layer.name}.")]
-    sizes = dict(mesh_axes(strategy))
-    parts = math.prod(sizes.get(axis, 1) for axis in (*split.axes, *sharding_axes(strategy)))
-    return math.prod(split.shape) / parts
 
 
 def crowded(at_once: float, pipeline_degree: int) -> float:
@@ -422,24 +377,22 @@ COMPUTED = ("forward", "backward", "other", "uneven")
 
 
 def _finish(
-    plan: Plan, stages: list[StageCost], done: list[float], spent: list[Spent], costs: LayerCosts
+    plan: Plan, stages: list[StageCost], done: list[float], spent: list[dict[str, float]], costs: LayerCosts
 ) -> tuple[float, int]:
     """Add what follows the last backward to the `Times` of a step.
 
     That is the sum of partial gradients over tensor axes, sums of parameters that layers share, the norm of the
     gradients, and the optimizer. Return the seconds of the step, and the index of the pp axis that waits least.
     """
-    where = _where(plan, costs)
     ends, optimizer = [], []
     for pp, end in enumerate(done):
         sums: defaultdict[RankGroup, int] = defaultdict(int)
         elements = {False: 0, True: 0}  # parameter elements, by whether they are offloaded
         for layer in (layer for number in stages_of_rank(pp, plan) for layer in stages[number].layers):
             elements[layer.weights.offloaded] += layer.weights.trained_elements
-            groups = costs.position(layer.strategy, where[pp]).groups
             # One message per group: all layers of the same groups share it.
             for axis, partial in layer.weights.sums.items():
-                sums[groups.along(axis)] += partial * costs.precision.parameters.itemsize
+                sums[layer.position.groups.along(axis)] += partial * costs.precision.parameters.itemsize
         added = sum(costs.links.seconds("all_reduce", group, size) for group, size in sums.items())
         spent[pp]["gradients"] += added
         ends.append(end + added)

@@ -100,8 +100,6 @@ class PipelinePosition:
 
     strategy: Strategy
     """Strategy of the layer."""
-    tensor: str
-    """Name of the tensor-parallel part in a profile, as `tensor_name` returns it."""
     groups: Groups
     """Groups of ranks that a rank communicates with."""
     executions: Mapping[LayerKind, LayerExecution]
@@ -122,6 +120,27 @@ class PipelinePosition:
 
 
 @dataclass(frozen=True)
+class StageLayer:
+    """One layer of a stage with its costs."""
+
+    kind: LayerKind
+    """Kind of layer."""
+    position: PipelinePosition
+    """Its strategy and groups of ranks."""
+    work: Work
+    """Time and memory of one micro-batch."""
+    weights: LayerParameters
+    """Sizes and communication of the parameters."""
+    moved: tuple[float, float] = (0.0, 0.0)
+    """Seconds to redistribute the layer's input: (activations in forward, their gradients in backward)."""
+
+    @property
+    def execution(self) -> LayerExecution:
+        """Return when parameters are gathered and gradients reduced."""
+        return self.position.executions[self.kind]
+
+
+@dataclass(frozen=True)
 class PlannedTeacher:
     """Teacher of a distillation, or the average of the model as its teacher: frozen, beside the model that is trained.
 
@@ -134,11 +153,6 @@ class PlannedTeacher:
     """Settings of the recipe, with the plan of the teacher; None for the average, which is a part of the state."""
     group: int = 1
     """Number that has to divide the images of a micro-batch on a rank (``Task.sample_group``)."""
-
-    @property
-    def forward_flops(self) -> float:
-        """Floating-point operations of one image's forward: a third of those of a training step."""
-        return self.config.flops / 3
 
     def elements(self, ranks: int) -> int:
         """Return the parameters that the fullest of `ranks` ranks stores.

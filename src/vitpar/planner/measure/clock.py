@@ -13,11 +13,9 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -62,39 +60,27 @@ BUSY = (0, 1, 2, 5, 6, 7)
 Source: proc_stat(5)."""
 
 
-@dataclass(frozen=True)
-class CoreUse:
-    """CPU seconds used until now on the cores that this process may run on."""
+def core_use(stat: Path = STAT) -> tuple[float, float, float] | None:
+    """Return CPU seconds until now on the cores that this process may run on; None where `stat` is missing or zeros.
 
-    busy: float
-    """CPU seconds of all programs, other virtual machines included."""
-    own: float
-    """CPU seconds of this process."""
-    capacity: float
-    """CPU seconds that the cores could have provided, from an arbitrary start."""
-
-    @classmethod
-    def read(cls, stat: Path = STAT) -> Self | None:
-        """Return the use until now; None where `stat` is missing or shows only zeros."""
-        try:
-            lines = [line.split() for line in stat.read_text().splitlines()]
-            cores = [f"cpu{number}" for number in os.sched_getaffinity(0)]
-            ticks = [int(line[1 + column]) for line in lines if line and line[0] in cores for column in BUSY]
-        except (OSError, AttributeError, ValueError, IndexError):
-            return None
-        if not any(ticks):  # sandboxes show zeros
-            return None
-        return cls(sum(ticks) / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic() * len(cores))
-
-    def since(self, before: Self) -> tuple[float, float, float]:
-        """Return the (busy, own, capacity) seconds since the reading `before`."""
-        return self.busy - before.busy, self.own - before.own, self.capacity - before.capacity
+    They are those of all programs, other virtual machines included; those of this process; and those that the cores
+    could have provided, from an arbitrary start.
+    """
+    try:
+        lines = [line.split() for line in stat.read_text().splitlines()]
+        cores = [f"cpu{number}" for number in os.sched_getaffinity(0)]
+        ticks = [int(line[1 + column]) for line in lines if line and line[0] in cores for column in BUSY]
+    except (OSError, AttributeError, ValueError, IndexError):
+        return None
+    if not any(ticks):  # sandboxes show zeros
+        return None
+    return sum(ticks) / os.sysconf("SC_CLK_TCK"), time.process_time(), time.monotonic() * len(cores)
 
 
 def others_share(ranks: Iterable[tuple[str, float, float, float]]) -> float | None:
     """Return the share of the cores, 0 to 1, that programs other than the ranks used; the largest over all machines.
 
-    ranks: for each rank, its machine and the three numbers that `CoreUse.since` returned there.
+    ranks: for each rank, its machine and how much the numbers of `core_use` rose there.
 
     Returns None if the measurement was too short for the ticks of the system's clock.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,69 +20,13 @@ from vitpar.models.derived import Excerpt
 from vitpar.models.layers import given_sides, zero_sides
 from vitpar.models.loss import CrossEntropy, Loss
 from vitpar.parallel import Execution, ParallelModel, parallelize
-from vitpar.parallel.attention import AttentionChoice, choose_attention
-from vitpar.parallel.precision import resolve_precision
 from vitpar.planner.measure.device import live_bytes
-from vitpar.planner.profile.estimate import tensors
-from vitpar.planner.profile.profiles import CHECKPOINTS, LayerKind, always_wrapped
+from vitpar.planner.profile.profiles import LayerKind
 from vitpar.strategy import output_layout, parse, token_layout, validate
-from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
 from vitpar.strategy.layout import image_layout, row_parts
 from vitpar.strategy.validate import unsplittable
 from vitpar.tasks.mae import MAE
 from vitpar.tasks.mlm import MaskedLanguage
-
-CHOSEN_FOR = 64
-"""Images of the micro-batch for which the attention kernel is chosen."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The model to profile."""
-
-    config: ModelConfig
-    """Shape of the model."""
-    precision: str
-    """Name of the precision, as in ``vitpar.parallel.precision``."""
-    ranks: int
-    """Largest number of ranks of a stage, up to which tensor-parallel modes are measured."""
-    compile_blocks: bool = False
-    """Whether blocks are compiled."""
-    attention: str = "auto"
-    """Attention kernel, as in recipes."""
-    fp8_min_features: int = FP8_MIN_FEATURES
-    """Smallest linear layers that multiply in float8, as in recipes."""
-    fp8_fast_accum: FastAccum = "forward"
-    """Float8 products that accumulate in fewer bits, as in recipes."""
-
-    def execution(self, batch_size: int) -> Execution:
-        """Return the settings of a step."""
-        return Execution(
-            batch_size,
-            self.precision,
-            compile=self.compile_blocks,
-            fp8_min_features=self.fp8_min_features,
-            fp8_fast_accum=self.fp8_fast_accum,
-        )
-
-    def strategies(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield (tensor, checkpoint, wrapped) of all layer profiles to measure, as `LayerProfile` names them."""
-        for tensor in tensors(self.config, self.ranks):
-            wrappings = (True,) if always_wrapped(tensor) else (False, True)
-            for checkpoint in CHECKPOINTS:
-                if not (checkpoint == "selective" and self.compile_blocks):
-                    yield from ((tensor, checkpoint, wrapped) for wrapped in wrappings)
-
-    def choose_attention(self, device: torch.device) -> AttentionChoice:
-        """Choose the attention kernel for this process as a run on one rank with `CHOSEN_FOR` images would.
-
-        Raises RecipeError.
-        """
-        plan = validate(parse("dp1"), self.config, CHOSEN_FOR)
-        with pretended(1):
-            return choose_attention(
-                self.attention, self.config, plan, CHOSEN_FOR, resolve_precision(self.precision), device
-            )
 
 
 @contextmanager
@@ -100,28 +44,24 @@ def pretended(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def built(
-    subject: Subject, mesh: str, device: torch.device, blocks: tuple[str, ...] | None = None
+    config: ModelConfig, execution: Execution, mesh: str, device: torch.device, blocks: tuple[str, ...] | None = None
 ) -> Iterator[ParallelModel]:
     """Yield the first rank's part of a model, in a fake process group.
 
+    execution: settings of a step, with any batch size.
     mesh: the strategy as a string, without a pipeline.
     blocks: names of the blocks that it has; None for one of each kind that the strategy can split.
     """
+    strategy = parse(mesh).strategy
     if blocks is None:
-        strategy = parse(mesh).strategy
-        blocks = tuple(layer.name for layer in subject.config.block_kinds if not unsplittable(layer, strategy))
-    config = Excerpt(subject.config, blocks)
-    smallest = row_parts(parse(mesh).strategy)
-    plan = validate(parse(mesh), config, smallest)
+        blocks = tuple(layer.name for layer in config.block_kinds if not unsplittable(layer, strategy))
+    excerpt, smallest = Excerpt(config, blocks), row_parts(strategy)
+    plan = validate(parse(mesh), excerpt, smallest)
+    # The outputs are logits of tokens or crops, logits of classes, or pixels of patches.
+    loss: Loss = MaskedLanguage() if len(config.output_shape) > 1 else CrossEntropy()
+    loss = MAE() if config.FAMILY in MAE.FAMILIES else loss
     with pretended(plan.world_size):
-        yield parallelize(config, plan, subject.execution(smallest), device, _loss(subject.config))
-
-
-def _loss(config: ModelConfig) -> Loss:
-    """Return a loss for the outputs of a model: pixels of patches, logits of tokens or crops, or logits of classes."""
-    if config.FAMILY in MAE.FAMILIES:
-        return MAE()
-    return MaskedLanguage() if len(config.output_shape) > 1 else CrossEntropy()
+        yield parallelize(excerpt, plan, replace(execution, batch_size=smallest), device, loss)
 
 
 class LayerBench:

@@ -8,7 +8,9 @@ taken as linear between and beyond them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -16,12 +18,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from vitpar.launch.resources import cpu_cores, keep_freed_memory
+from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_to_json
 from vitpar.models.layers import zero_sides
+from vitpar.parallel import Execution
+from vitpar.parallel.attention import choose_attention
+from vitpar.parallel.precision import resolve_precision
 from vitpar.planner.measure.clock import Clock, Progress
 from vitpar.planner.measure.device import date_and_versions, device_name
-from vitpar.planner.measure.layer_bench import LayerBench, Subject, built, random_input, targets_for
+from vitpar.planner.measure.layer_bench import LayerBench, built, pretended, random_input, targets_for
 from vitpar.planner.profile.curves import Curve, Timing
+from vitpar.planner.profile.estimate import tensors
 from vitpar.planner.profile.profiles import (
     CHECKPOINTS,
     Bytes,
@@ -33,10 +40,12 @@ from vitpar.planner.profile.profiles import (
 )
 from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.sharded import local
+from vitpar.strategy import parse, validate
 from vitpar.training.optim.norms import clip_factor, global_norm
 from vitpar.training.optim.one_pass import choose_implementation
 from vitpar.training.optim.optimizer import ShardedOptimizer
 
+CHOSEN_FOR = 64  # images of the micro-batch for which the attention kernel is chosen
 LONGEST = {"cpu": 2.5, "cuda": 1.0}  # forward and backward of a point take this many times the seconds for it at most
 MOST_GRAPHS = 10_000
 """Limit of graphs of a compiled block, over all strategies."""
@@ -47,34 +56,42 @@ MOST_ROWS = 512
 
 
 def profile_model(
-    subject: Subject,
-    device: torch.device,
+    config: ModelConfig,
+    execution: Execution,
+    ranks: int,
     clock: Clock,
     processes: int = 1,
+    attention: str = "auto",
     progress: Progress = lambda done, total, words: None,
 ) -> ModelProfile:
     """Measure a model. Collective over the processes of `clock`; equal for all.
 
-    clock: timer, with the processes that measure at the same time.
+    execution: settings of a step, with any batch size.
+    ranks: largest number of ranks of a stage, up to which tensor-parallel modes are measured.
+    clock: timer, with the device and the processes that measure at the same time.
     processes: how many these are.
+    attention: attention kernel, as in recipes.
     progress: called before each strategy.
 
     Must not be called inside a process group, because it creates fake ones.
     """
     assert not dist.is_initialized(), "a process group is initialized already"
+    device = clock.device
     if device.type == "cpu":
         keep_freed_memory()  # as ranks do
-    attention = subject.choose_attention(device)
-    if subject.compile_blocks:
+    plan, precision = validate(parse("dp1"), config, CHOSEN_FOR), resolve_precision(execution.precision)
+    with pretended(1):
+        chosen = choose_attention(attention, config, plan, CHOSEN_FOR, precision, device)
+    if execution.compile:
         # Every number of rows is a graph, and beyond the limit blocks run eagerly.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = MOST_GRAPHS
-    strategies = list(subject.strategies())
+    measured = list(strategies(config, ranks, execution.compile))
     layers: list[LayerProfile] = []
     weights = []
-    for number, (tensor, checkpoint, wrapped) in enumerate(strategies):
-        progress(number, len(strategies) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' under fsdp' * wrapped}")
+    for number, (tensor, checkpoint, wrapped) in enumerate(measured):
+        progress(number, len(measured) + 1, f"{tensor}{CHECKPOINTS[checkpoint]}{' under fsdp' * wrapped}")
         mesh = f"{'fsdp2x' * wrapped}{tensor}{CHECKPOINTS[checkpoint]}"
-        with built(subject, mesh, device) as model, model.low_precision_params.in_place():
+        with built(config, execution, mesh, device) as model, model.low_precision_params.in_place():
             for kind in model.config.kinds:
                 bench = LayerBench(model, kind)
                 # The same strategy without fully_shard was measured just before, where it exists.
@@ -85,26 +102,35 @@ def profile_model(
                     layers.append(_layer(bench, clock, tensor, checkpoint, wrapped))
                 if wrapped and checkpoint == "none":
                     weights.append(_weights(bench, clock, tensor))
-    progress(len(strategies), len(strategies) + 1, "optimizer")
-    optimizer = Curve(timings=tuple(_optimizer(subject, blocks, device, clock) for blocks in (1, 3)))
+    progress(len(measured), len(measured) + 1, "optimizer")
+    optimizer = Curve(timings=tuple(_optimizer(config, execution, blocks, clock) for blocks in (1, 3)))
     profile = ModelProfile(
-        model=config_to_json(subject.config),
+        model=config_to_json(config),
         device=device.type,
         device_name=device_name(device),
-        precision=subject.precision,
-        fp8_min_features=subject.fp8_min_features,
-        compiled=subject.compile_blocks,
+        precision=execution.precision,
+        fp8_min_features=execution.fp8_min_features,
+        compiled=execution.compile,
         processes=processes,
         threads=torch.get_num_threads(),
         cores=cpu_cores() if device.type == "cpu" else processes,
         layers=tuple(layers),
         weights=tuple(weights),
         optimizer=optimizer,
-        microbatch=_microbatch(subject, device, clock),
+        microbatch=_microbatch(config, execution, clock),
         pace=clock.pace,
-        measured={**date_and_versions(), "attention": attention.backend or "torch's choice"},
+        measured={**date_and_versions(), "attention": chosen.backend or "torch's choice"},
     )
     return at_pace(profile, clock.usual)
+
+
+def strategies(config: ModelConfig, ranks: int, compiled: bool) -> Iterator[tuple[str, str, bool]]:
+    """Yield (tensor, checkpoint, wrapped) of all layer profiles to measure, as `LayerProfile` names them."""
+    for tensor, checkpoint in product(tensors(config, ranks), CHECKPOINTS):
+        if not (checkpoint == "selective" and compiled):
+            yield from (
+                (tensor, checkpoint, wrapped) for wrapped in (False, True) if wrapped or not always_wrapped(tensor)
+            )
 
 
 def _layer(bench: LayerBench, clock: Clock, tensor: str, checkpoint: str, wrapped: bool) -> LayerProfile:
@@ -198,14 +224,14 @@ def _weights(bench: LayerBench, clock: Clock, tensor: str) -> WeightProfile:
     )
 
 
-def _optimizer(subject: Subject, blocks: int, device: torch.device, clock: Clock) -> Timing:
+def _optimizer(config: ModelConfig, execution: Execution, blocks: int, clock: Clock) -> Timing:
     """Time the work done once per step: 16-bit copies, the norm of the gradients, AdamW.
 
     blocks: number of copies of each kind of block, which sets the number of elements.
     """
-    names = tuple(layer.name for layer in subject.config.block_kinds) * blocks
-    with built(replace(subject, compile_blocks=False), "dp1", device, names) as model:
-        implementation = choose_implementation(OptimizerSection(), subject.precision, device).name
+    names = tuple(layer.name for layer in config.block_kinds) * blocks
+    with built(config, replace(execution, compile=False), "dp1", clock.device, names) as model:
+        implementation = choose_implementation(OptimizerSection(), execution.precision, clock.device).name
         updates = ShardedOptimizer(model.named_parameters(), OptimizerSection(), implementation=implementation)
         parameters = [parameter for _, parameter in model.named_parameters()]
 
@@ -226,22 +252,22 @@ def _optimizer(subject: Subject, blocks: int, device: torch.device, clock: Clock
         return clock.timings(sum(p.numel() for p in parameters), step, host=False)[0]
 
 
-def _microbatch(subject: Subject, device: torch.device, clock: Clock) -> float:
+def _microbatch(config: ModelConfig, execution: Execution, clock: Clock) -> float:
     """Return the seconds of a micro-batch of one image beyond those of its layers."""
-    config, layers = subject.config, 0.0
+    device, layers = clock.device, 0.0
     (begin, *blocks, end) = config.layer_names
     first = config.layers[blocks[0]]
     # Where the first block fits between embed and head it is the only one, so that little is subtracted.
     fits = first.gives == config.layers[end].takes
     names = tuple(blocks[:1] if fits else blocks)
     counts = Counter(config.layers[name].kind for name in (begin, *names, end))
-    with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
+    with built(config, execution, "dp1", device, names) as model, model.low_precision_params.in_place():
         sides = zero_sides(config, 1, device)
         for kind, times in counts.items():
             bench = LayerBench(model, kind)
             bench.prepare(1)
             layers += times * sum(timing.seconds for timing in clock.timings(1, bench.forward, bench.backward))
-    with built(subject, "dp1", device, names) as model, model.low_precision_params.in_place():
+    with built(config, execution, "dp1", device, names) as model, model.low_precision_params.in_place():
         images = random_input((1, *config.input.shape), config, model.precision.compute, device)
         keys, targets = sides.pop("keys", None), targets_for(model, 1, 1)
         whole = clock.timings(1, lambda: model.run_microbatches(images, targets, keys, **sides))[0].seconds

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from vitpar.launch.resources import freed_memory_given_back
@@ -68,7 +68,16 @@ def scratch(
             with own_group(*shape) as group:
                 for operation in operations(shape[0]):
                     for size in sizes:
-                        taken[shape, operation, size] = _taken(device, operation, group, size)
+                        work, _, given = _work(device, operation, group, size)
+                        work()  # the first call makes connections and buffers that stay
+                        barrier()
+                        peak = Peak(device)
+                        peak.forget()
+                        work()
+                        most = torch.tensor(max(0, (peak.grown or 0) - given), device=device)
+                        all_reduce_(most, dist.ReduceOp.MAX)
+                        taken[shape, operation, size] = int(most)
+                        del work  # frees its tensors before the next are made
     return taken
 
 
@@ -133,23 +142,12 @@ def overlap(clock: Clock, side: int, size: int) -> Overlap:
     return Overlap(compute=max(1.0, beside[0] / alone[0]), communication=max(1.0, beside[1] / alone[1]))
 
 
-class _Nothing(nn.Module):
-    """A pipeline stage that computes almost nothing: its input times one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
-
-
 def pipeline_action(clock: Clock, microbatches: int = 8) -> float:
     """Return the seconds of an empty pipeline action with its message, under 1f1b over pairs of ranks. Collective."""
     plan = replace(parse(f"pp2xdp{dist.get_world_size() // 2}"), microbatches=microbatches)
     pipe = pipeline_mesh(plan, clock.device.type)
     index, one = pipe.get_local_rank("pp"), torch.empty(1, 8, device="meta")
-    module = _Nothing().to(clock.device)
+    module = nn.PReLU().to(clock.device)  # computes almost nothing, and has one parameter
     stage = pipeline_stage(module, index, 2, one, one.clone(), clock.device, pipe.get_group("pp"))
     schedule = build_schedule(plan, [stage], microbatches, lambda y, target: y.sum())
     x, target = (torch.ones(microbatches, n, device=clock.device) for n in (8, 1))
@@ -162,19 +160,6 @@ def pipeline_action(clock: Clock, microbatches: int = 8) -> float:
 
     # The critical path of m micro-batches over two stages has m + 1 forwards and m + 1 backwards.
     return clock.timing(1, step).seconds / (2 * (microbatches + 1))
-
-
-def _taken(device: torch.device, operation: Operation, group: ProcessGroup, size: int) -> int:
-    """Return the transient bytes of one operation, the maximum over the ranks; see `scratch`."""
-    work, _, given = _work(device, operation, group, size)
-    work()  # the first call makes connections and buffers that stay
-    barrier()
-    peak = Peak(device)
-    peak.forget()
-    work()
-    most = torch.tensor(max(0, (peak.grown or 0) - given), device=device)
-    all_reduce_(most, dist.ReduceOp.MAX)
-    return int(most)
 
 
 def _work(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from operator import sub
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from vitpar.launch.store import meeting_place
 from vitpar.launch.world import World
 from vitpar.launch.world_group import Json, all_gather_json, barrier, broadcast_json
 from vitpar.models.config import ModelConfig
-from vitpar.planner.measure.clock import ClockedRanks, CoreUse, CpuSpeedProbe, others_share
+from vitpar.planner.measure.clock import ClockedRanks, CpuSpeedProbe, core_use, others_share
 from vitpar.planner.measure.device import Peak
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan, parse, validate
@@ -203,7 +204,7 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
         return statistics.fmean(work.read() for _ in range(PACES)) if work is not None else 0.0
 
     taken: list[float] = []
-    before, paces = CoreUse.read(), [paced()]
+    before, paces = core_use(), [paced()]
     while len(taken) < 3 or sum(taken) < seconds:
         barrier()
         begun = time.perf_counter()
@@ -214,8 +215,8 @@ def _steps(training: Training, plan: Plan, device: torch.device, seconds: float)
         paces.append(paced())
     if work is None:
         return PlanSteps(tuple(taken))
-    now = CoreUse.read()
-    used = all_gather_json((platform.node(), *now.since(before)) if now and before else None)
+    now = core_use()
+    used = all_gather_json((platform.node(), *map(sub, now, before)) if now and before else None)
     others = None if None in used else others_share(used)
     return PlanSteps(tuple(taken), tuple((one + two) / 2 for one, two in pairwise(group.mean(paces))), others)
 

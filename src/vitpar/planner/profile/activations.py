@@ -22,19 +22,19 @@ Directions = tuple[float, float]
 """Numbers for (forward, backward)."""
 
 
-def taken_elements(part: Part) -> int:
-    """Return the elements that a linear layer takes of one row."""
-    return part.tokens * part.product[0] if part.product else 0
+def taken(*parts: Part) -> int:
+    """Return the elements that linear layers take of one row."""
+    return sum(part.tokens * part.product[0] for part in parts if part.product)
 
 
-def given_elements(part: Part) -> int:
-    """Return the elements that a linear layer gives for one row."""
-    return part.tokens * part.product[1] if part.product else 0
+def given(*parts: Part) -> int:
+    """Return the elements that linear layers give for one row."""
+    return sum(part.tokens * part.product[1] for part in parts if part.product)
 
 
-def normed_elements(part: Part) -> int:
-    """Return the elements of one row that a norm computes."""
-    return part.tokens * part.shapes["weight"][0]
+def normed(*parts: Part) -> int:
+    """Return the elements of one row that norms compute."""
+    return sum(part.tokens * part.shapes["weight"][0] for part in parts)
 
 
 def outer_parts(strategy: Strategy) -> int:
@@ -45,21 +45,6 @@ def outer_parts(strategy: Strategy) -> int:
 def of_role(layer: LayerDescription, *roles: str) -> list[Part]:
     """Return the parts of a layer that have one of `roles`, in order."""
     return [part for part in layer.parts if part.role in roles]
-
-
-def taken(layer: LayerDescription, *roles: str) -> int:
-    """Return the elements that the parts with one of `roles` take."""
-    return sum(map(taken_elements, of_role(layer, *roles)))
-
-
-def given(layer: LayerDescription, *roles: str) -> int:
-    """Return the elements that the parts with one of `roles` give."""
-    return sum(map(given_elements, of_role(layer, *roles)))
-
-
-def normed(layer: LayerDescription, role: str = "norm") -> int:
-    """Return the elements that the norms with a role compute."""
-    return sum(map(normed_elements, of_role(layer, role)))
 
 
 def logits_elements(layer: LayerDescription, strategy: Strategy) -> float:
@@ -73,42 +58,43 @@ def kept_elements(layer: LayerDescription, strategy: Strategy, policy: str) -> I
     t, q, mode = strategy.degree("tp"), dict(strategy.tensor_shape)["j"], strategy.mode
     outside = outer_parts(strategy)
     # Of an adapter the few features between its two linear layers, before and after the factor.
-    narrow = given(layer, "column_a", "row_a") / (t if mode == "sp" else 1)
+    narrow = given(*of_role(layer, "column_a", "row_a")) / (t if mode == "sp" else 1)
     yield layer.gives.elements / outside  # the output
     if policy == "full":
         return
     if policy == "none":
         yield 2 * narrow
-        norms, branches = normed(layer), [*of_role(layer, "merge"), *of_role(layer, "row")]
-        yield (norms + sum(map(given_elements, branches[:-1]))) / outside  # of branches, what is between them
+        norms, branches = normed(*of_role(layer, "norm")), [*of_role(layer, "merge"), *of_role(layer, "row")]
+        yield (norms + given(*branches[:-1])) / outside  # of branches, what is between them
         # Queries, keys, values, attention, and input and output of the activation function; of gates also their own.
         gates = sum(part.tokens * part.width for part in of_role(layer, "gate"))
-        yield (given(layer, "column") + taken(layer, "row") + normed(layer, "inner_norm") + gates) / t
+        inner = taken(*of_role(layer, "row")) + normed(*of_role(layer, "inner_norm")) + gates
+        yield (given(*of_role(layer, "column")) + inner) / t
         if mode not in ("1d", "sp"):
             yield norms / t  # normalised inputs, which split norms multiply by their scales
         return
     # selective: results of products, attention and communication
-    yield narrow + given(layer, "column_b") / t
-    yield given(layer, "row_b") / outside
+    yield narrow + given(*of_role(layer, "column_b")) / t
+    yield given(*of_role(layer, "row_b")) / outside
     shape = layer.attention
     attended = shape.windows * shape.tokens * shape.heads * shape.head_dim if shape else 0
-    yield (given(layer, "column") + attended) / t  # queries, keys, values, attention, hidden features
-    summed, inputs = given(layer, "merge", "row"), taken(layer, "column")
+    yield (given(*of_role(layer, "column")) + attended) / t  # queries, keys, values, attention, hidden features
+    summed, inputs = given(*of_role(layer, "merge", "row")), taken(*of_role(layer, "column"))
     if mode == "1d":
         yield summed * (2 if t > 1 else 1)  # the last product of each branch, and its sum over the ranks
     elif mode == "sp":
         yield summed + summed / t + inputs  # the same before and after its reduce-scatter, and the gathered inputs
     elif mode == "3d":
         # Gathered inputs, and products before their sum.
-        yield (inputs + taken(layer, "row") + given(layer, "column") + summed) / q**2 + summed / t
+        yield (inputs + taken(*of_role(layer, "row")) + given(*of_role(layer, "column")) + summed) / q**2 + summed / t
     else:
-        yield summed / t + (inputs + taken(layer, "row")) / q
+        yield summed / t + (inputs + taken(*of_role(layer, "row"))) / q
 
 
 def transient_elements(layer: LayerDescription, strategy: Strategy) -> float:
     """Return the peak of transient elements of a row on top of what a block keeps for backward."""
     d, t, q = layer.gives.elements, strategy.degree("tp"), dict(strategy.tensor_shape)["j"]
-    h = max(map(taken_elements, of_role(layer, "row")), default=d)
+    h = max(map(taken, of_role(layer, "row")), default=d)
     if strategy.tensor_mode == "3d":
         return 2 * h / q**2 + h / t + 2 * d / t
     if strategy.tensor_mode != "1d":
@@ -130,8 +116,8 @@ def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
     for part in reversed(layer.parts):  # column layers take what the norm before them gives
         keeps |= part.role == "column" and part.name in needed
         if part.role == "norm":
-            norms, keeps = norms + normed_elements(part) * (not keeps), False
-    inner = sum(taken_elements(part) for part in (rows[1:] if layer.attention else rows) if part.name not in needed)
+            norms, keeps = norms + normed(part) * (not keeps), False
+    inner = taken(*(part for part in (rows[1:] if layer.attention else rows) if part.name not in needed))
     needless = norms / outer_parts(strategy) + inner / strategy.degree("tp")
     return 1 - needless / sum(kept_elements(layer, strategy, "none"))
 
@@ -139,12 +125,12 @@ def frozen_share(layer: LayerDescription, strategy: Strategy) -> float:
 def passing_elements(layer: LayerDescription, strategy: Strategy) -> float:
     """Return the peak of transient elements of a row in a forward that keeps nothing for backward: output included."""
     outside, gives = outer_parts(strategy), layer.gives.elements
-    norms = max(map(normed_elements, of_role(layer, "norm")), default=0)
+    norms = max(map(normed, of_role(layer, "norm")), default=0)
     rows = of_role(layer, "row")
     if not rows:
-        return (gives + (layer.takes or layer.gives).elements + norms + taken(layer, "embedding")) / outside
+        return (gives + (layer.takes or layer.gives).elements + norms + taken(*of_role(layer, "embedding"))) / outside
     # Between the two products of an MLP: what goes into the activation function and what comes out of it.
-    hidden = max(map(given_elements, of_role(layer, "column")), default=0) + max(map(taken_elements, rows))
+    hidden = max(map(given, of_role(layer, "column")), default=0) + max(map(taken, rows))
     return (gives + norms) / outside + hidden / strategy.degree("tp")
 
 
@@ -155,18 +141,16 @@ def usual_elements(layer: LayerDescription, strategy: Strategy) -> Directions:
     """
     t, outside = strategy.degree("tp"), outer_parts(strategy)
     if layer.first:
-        forward = (4 * layer.gives.elements + 3 * normed(layer)) / outside
+        forward = (4 * layer.gives.elements + 3 * normed(*of_role(layer, "norm"))) / outside
     elif layer.last:
         # The loss reads logits for their largest one and for differences to it, of which it computes exponentials and
         # their sum in float32. Backward computes them again, and gradients. In 16 bits that is 20 passes in all.
         forward = 3 * (layer.takes or layer.gives).elements / outside + 20 / 3 * logits_elements(layer, strategy)
     else:
         rows = of_role(layer, "row")
-        forward = sum(4 * given_elements(part) / outside + 2 * taken_elements(part) / t for part in rows)
-        forward += sum(3 * taken_elements(part) / outside for part in of_role(layer, "merge"))
+        forward = 4 * given(*rows) / outside + 2 * taken(*rows) / t + 3 * taken(*of_role(layer, "merge")) / outside
         # The output of an adapter is added to that of its layer.
-        forward += sum(3 * given_elements(part) / t for part in of_role(layer, "column_b"))
-        forward += sum(3 * given_elements(part) / outside for part in of_role(layer, "row_b"))
+        forward += 3 * given(*of_role(layer, "column_b")) / t + 3 * given(*of_role(layer, "row_b")) / outside
         if layer.attention and layer.attention.windows > 1:
             forward += 4 * layer.gives.elements / outside  # tokens are moved into windows and back
     return forward, 2 * forward
@@ -202,5 +186,5 @@ def vitpar_elements(
             backward += applies * more_backward * layer.gives.elements / parts
     if not of_role(layer, "gate"):
         # The bias of fc1 is summed in the kernel of the activation's backward.
-        backward -= sum(given_elements(part) for part in layer.parts if part.name == "mlp.fc1" and part.name in plain)
+        backward -= sum(given(part) for part in layer.parts if part.name == "mlp.fc1" and part.name in plain)
     return forward, backward

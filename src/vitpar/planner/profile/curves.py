@@ -32,8 +32,6 @@ Amount = Annotated[int, Field(ge=1, le=MAX_AMOUNT)]
 """Positive number of bytes, elements or operations."""
 Ranks = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 """Number of ranks."""
-Notes = dict[str, str]
-"""Free-text notes by key."""
 Part = TypeVar("Part")
 """Part of a profile: a record, or several."""
 
@@ -160,13 +158,17 @@ class Curve(ProfileRecord):
 
         The share of the time is that of the nearest measured size.
         """
-        nearest = min(self.timings, key=lambda timing: abs(timing.size - size))
+        nearest = self.nearest(size)
         return nearest.skew / nearest.seconds * self.seconds(size)
 
     def scratch(self, size: float) -> float:
         """Return the transient bytes at `size`, in proportion to those of the nearest measured size."""
-        nearest = min(self.timings, key=lambda timing: abs(timing.size - size))
+        nearest = self.nearest(size)
         return nearest.scratch / nearest.size * size
+
+    def nearest(self, size: float) -> Timing:
+        """Return the timing of the measured size that is nearest to `size`."""
+        return min(self.timings, key=lambda timing: abs(timing.size - size))
 
     @cached_property
     def least(self) -> float:

@@ -8,7 +8,7 @@ All constants of the estimate are below; `experiments/calibration.py` compares i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,12 +20,13 @@ from vitpar.models.families import config_to_json
 from vitpar.models.text import LOSS_CHUNK
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.profile.activations import (
-    given_elements,
+    given,
     kept_elements,
     logits_elements,
     normed,
+    of_role,
     outer_parts,
-    taken_elements,
+    taken,
     transient_elements,
     usual_elements,
     vitpar_elements,
@@ -131,7 +132,6 @@ def estimate_model(
     tensor_parts: tuple[str, ...],
     *,
     compiled: bool = False,
-    one_pass: bool | None = None,
     fp8_min_features: int = FP8_MIN_FEATURES,
     vitpar_blocks: bool = True,
     fitted: Fitted = FITTED,
@@ -141,9 +141,8 @@ def estimate_model(
     hardware: rates of matrix products and copies.
     tensor_parts: tensor-parallel parts of strategies, such as tp4+2d, that fit the model.
     compiled: whether blocks are compiled.
-    one_pass: whether AdamW runs in one pass; None for the default of the device and the precision.
     fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``.
-    vitpar_blocks: whether compiled blocks are vitpar's, which move fewer bytes than those of other libraries.
+    vitpar_blocks: whether blocks and AdamW are vitpar's, which move fewer bytes than those of other libraries.
     fitted: constants of the calibration.
 
     Raises PlannerError if the hardware profile lacks these rates.
@@ -167,11 +166,8 @@ def estimate_model(
                 continue
             elements = layer_elements(layer, strategy).compute_numel
             smallest = fp8_min_features if numbers.float8 and layer.is_block else math.inf
-            roofline = _Roofline(
-                config, layer, strategy, hardware, precision, smallest, compiled, vitpar_blocks, fitted
-            )
-            forward = {number: roofline.seconds(number, forward=True) for number in rows}
-            backward = {number: roofline.seconds(number, forward=False) for number in rows}
+            seconds = _roofline(config, layer, strategy, hardware, precision, smallest, compiled, vitpar_blocks, fitted)
+            forward, backward = ({number: seconds(number, way) for number in rows} for way in (True, False))
             slower = 1 + fitted.tensor * (strategy.degree("tp") > 1)
             for policy, again in RECOMPUTED.items():
                 saved, space = _saved_and_workspace(layer, strategy, policy)
@@ -199,8 +195,8 @@ def estimate_model(
             (gather,) = exact([(elements, moved)])
             weights.append(WeightProfile(layer=kind, tensor=tensor, elements=elements, gather=gather, reduce=moved))
     blocks = "blocks compiled" if compiled else "blocks not compiled"
-    if one_pass is None:
-        one_pass = hardware.device == "cuda" and precision != "fp64"  # as ``vitpar.training.optim.one_pass`` chooses
+    # As ``vitpar.training.optim.one_pass`` chooses.
+    one_pass = vitpar_blocks and hardware.device == "cuda" and precision != "fp64"
     update = update_bytes(precision, one_pass=one_pass)
     profile = ModelProfile(
         model=config_to_json(config),
@@ -221,64 +217,57 @@ def estimate_model(
     return profile.slower(1 + SCALING_LOSS * math.log2(hardware.ranks / hardware.ranks_per_node), 1.0)
 
 
-class _Roofline:
-    """Estimate of a layer's time on one rank, without checkpointing.
+def _roofline(
+    config: ModelConfig,
+    layer: LayerDescription,
+    strategy: Strategy,
+    hardware: Hardware,
+    precision: str,
+    smallest: float,
+    compiled: bool,
+    vitpar_blocks: bool,
+    fitted: Fitted,
+) -> Callable[[int, bool], float]:
+    """Return the function of (rows, whether forward or backward) of a layer's seconds on a rank, without checkpointing.
 
     smallest: smallest products in float8; infinity for none. Other parameters are those of `estimate_model`.
     """
+    rates, compute = {matmul.dtype: matmul for matmul in hardware.matmuls}, PRECISION_TYPES[precision].compute
+    matmul, in_float8, copy = rates.get(compute.name, hardware.matmuls[0]), rates.get(FLOAT8), hardware.copy_
+    assert copy is not None
+    products, attention, attention_rate = tuple(_products(layer, strategy, smallest)), 0.0, hardware.kernels.attention
+    if layer.is_block:
+        attended = tiled_flops(layer.attention, hardware.kernels.attention_tile) if layer.attention else 0
+        attention = (layer.other_flops + attended) / strategy.degree("tp")
+        attention_rate *= BIASED if layer.attention and layer.attention.biased else 1.0
+    launches = FIRST_LAUNCHES if layer.first else LAST_LAUNCHES if layer.last else BLOCK_LAUNCHES
+    # An adapter has two products, a factor and a sum.
+    launches += 2 * sum(part.adapts for part in layer.parts)
+    operations = launches / (2 if compiled and layer.is_block else 1)
+    ours = fitted.host * len(config.layer_names) / len(config.blocks)
+    host = ours if vitpar_blocks and layer.is_block else operations * LAUNCH
+    if compiled and vitpar_blocks:
+        moved = vitpar_elements(config, layer, strategy, smallest)
+    else:
+        moved = usual_elements(layer, strategy)
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer: LayerDescription,
-        strategy: Strategy,
-        hardware: Hardware,
-        precision: str,
-        smallest: float,
-        compiled: bool,
-        vitpar_blocks: bool,
-        fitted: Fitted,
-    ) -> None:
-        rates, compute = {matmul.dtype: matmul for matmul in hardware.matmuls}, PRECISION_TYPES[precision].compute
-        assert hardware.copy_ is not None
-        self._copy, self._gap, self._itemsize = hardware.copy_, hardware.kernels.gap, compute.itemsize
-        self._matmul, self._float8 = rates.get(compute.name, hardware.matmuls[0]), rates.get(FLOAT8)
-        self._products = tuple(_products(layer, strategy, smallest))
-        self._attention, self._attention_rate = 0.0, hardware.kernels.attention
-        if layer.is_block:
-            attended = tiled_flops(layer.attention, hardware.kernels.attention_tile) if layer.attention else 0
-            self._attention = (layer.other_flops + attended) / strategy.degree("tp")
-            self._attention_rate *= BIASED if layer.attention and layer.attention.biased else 1.0
-        launches = FIRST_LAUNCHES if layer.first else LAST_LAUNCHES if layer.last else BLOCK_LAUNCHES
-        # An adapter has two products, a factor and a sum.
-        launches += 2 * sum(part.adapts for part in layer.parts)
-        self._operations = launches / (2 if compiled and layer.is_block else 1)
-        ours = fitted.host * len(config.layer_names) / len(config.blocks)
-        self._host = ours if vitpar_blocks and layer.is_block else self._operations * LAUNCH
-        if compiled and vitpar_blocks:
-            self._touched = vitpar_elements(config, layer, strategy, smallest)
-        else:
-            self._touched = usual_elements(layer, strategy)
-        self._passes, self._quantising = 1.0 if compiled else fitted.eager, QUANTISING[compiled]
-
-    def seconds(self, rows: int, forward: bool) -> float:
-        """Return the seconds of `rows` rows in forward or backward."""
+    def seconds(rows: int, forward: bool) -> float:
         # Backward has two products (for gradients of inputs and of weights) for one of forward, and twice the rest.
         times, computed = 1 if forward else 2, 0.0
-        for product in self._products:
-            first = self._float8 if product.float8 and self._float8 else self._matmul
-            rates = [first] + [self._matmul] * (not forward)
-            computed += sum(rate.seconds(rows * product.flops) for rate in rates)
-        if self._attention:
-            computed += times * self._matmul.seconds(rows * self._attention) / self._attention_rate
+        for product in products:
+            used = [in_float8 if product.float8 and in_float8 else matmul] + [matmul] * (not forward)
+            computed += sum(rate.seconds(rows * product.flops) for rate in used)
+        if attention:
+            computed += times * matmul.seconds(rows * attention) / attention_rate
         # At its start a product mostly reads and at its end mostly writes, while few FLOPs are computed. This costs the
         # time to move the larger of input and output, so narrow products are slower.
-        touched = self._touched[0 if forward else 1] * self._passes
-        touched += sum(product.edges(forward) for product in self._products)
-        touched += self._quantising * sum(p.taken if forward else p.given for p in self._products if p.float8)
-        computed += self._copy.seconds(rows * touched * self._itemsize)
-        host = self._host * (1 if forward else HOST_BACKWARD)
-        return max(computed + times * self._operations * self._gap, host)
+        touched = moved[0 if forward else 1] * (1.0 if compiled else fitted.eager)
+        touched += sum(product.edges(forward) for product in products)
+        touched += QUANTISING[compiled] * sum(p.taken if forward else p.given for p in products if p.float8)
+        computed += copy.seconds(rows * touched * compute.itemsize)
+        return max(computed + times * operations * hardware.kernels.gap, host * (1 if forward else HOST_BACKWARD))
+
+    return seconds
 
 
 def tiled_flops(shape: AttentionShape, tile: int) -> int:
@@ -293,12 +282,12 @@ def _saved_and_workspace(layer: LayerDescription, strategy: Strategy, policy: st
 
     policy: checkpointing policy.
     """
-    outside, gives = outer_parts(strategy), layer.gives.elements
+    outside, gives, norms = outer_parts(strategy), layer.gives.elements, normed(*of_role(layer, "norm"))
     if layer.first:
         pixels = sum(product.taken for product in _products(layer, strategy, math.inf))
-        return gives / outside + normed(layer) / outside + (0 if policy == "full" else pixels), gives / outside
+        return (gives + norms) / outside + (0 if policy == "full" else pixels), gives / outside
     if layer.last:
-        return 2 * (normed(layer) / outside), (layer.takes or layer.gives).elements / outside
+        return 2 * norms / outside, (layer.takes or layer.gives).elements / outside
     kept = (
         layer.saved / strategy.degree("tp") if layer.saved is not None else sum(kept_elements(layer, strategy, "none"))
     )
@@ -318,20 +307,20 @@ def _products(layer: LayerDescription, strategy: Strategy, fp8_min_features: flo
     for part in layer.parts:
         if part.product is None:
             continue
-        taken, given = taken_elements(part), given_elements(part)
+        inputs, outputs = taken(part), given(part)
         float8 = multiplies_in_float8(*part.product, fp8_min_features) and not part.adapts
         match part.role:
             case "column":
-                yield _Product(part.flops / t, taken / inner, given / outer, float8)
+                yield _Product(part.flops / t, inputs / inner, outputs / outer, float8)
             case "column_b" | "row_a":
-                yield _Product(part.flops / t, taken / t, given / t, float8)
+                yield _Product(part.flops / t, inputs / t, outputs / t, float8)
             case "row":
-                yield _Product(part.flops / t, taken / outer, given / inner, float8)
+                yield _Product(part.flops / t, inputs / outer, outputs / inner, float8)
             case "output":
-                yield _Product(part.flops, taken, given, float8)
+                yield _Product(part.flops, inputs, outputs, float8)
             case "classifier" | "vocabulary_output":
-                yield _Product(part.flops / t, taken, given / t, float8)
+                yield _Product(part.flops / t, inputs, outputs / t, float8)
             case "merge":
-                yield _Product(part.flops / t, taken / t, given / parts, float8)
+                yield _Product(part.flops / t, inputs / t, outputs / parts, float8)
             case _:
-                yield _Product(part.flops / parts, taken / parts, given / parts, float8)
+                yield _Product(part.flops / parts, inputs / parts, outputs / parts, float8)

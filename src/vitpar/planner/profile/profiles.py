@@ -16,7 +16,6 @@ from vitpar.planner.profile.curves import (
     Curve,
     Factor,
     Measure,
-    Notes,
     Profile,
     ProfileRecord,
     Ranks,
@@ -172,7 +171,7 @@ class Hardware(Profile):
     """Seconds of ``measure.clock.CpuSpeedProbe`` to which all times are scaled; 0 if unknown, as on GPUs."""
     peaks: dict[str, Rate] = Field(default_factory=dict)
     """Dense FLOPs per second of a device by dtype, from its data sheet; empty if unknown."""
-    measured: Notes = Field(default_factory=dict)
+    measured: dict[str, str] = Field(default_factory=dict)
     """Date, versions and sources of the figures."""
 
     def slower(self, computing: float, sending: float) -> Self:
@@ -282,7 +281,7 @@ class ModelProfile(Profile):
     """Seconds that a micro-batch takes in addition to its layers."""
     pace: Measure = 0.0
     """Speed of the CPU cores, as in `Hardware`."""
-    measured: Notes = Field(default_factory=dict)
+    measured: dict[str, str] = Field(default_factory=dict)
     """Date, versions and sources of the figures."""
 
     @property
@@ -299,6 +298,13 @@ class ModelProfile(Profile):
     def flags(self) -> frozenset[str]:
         """Return the checkpointing flags that the profile covers, such as ckpt.selective."""
         return frozenset(CHECKPOINTS[layer.checkpoint].lstrip("+") for layer in self.layers) - {""}
+
+    def crowd(self, processes: int) -> float:
+        """Return the factor by which `processes` processes on the cores slow each other down; 1 on GPUs.
+
+        It is the number of threads per core. Below 1, cores are idle and no process is slowed down.
+        """
+        return 1.0 if self.device == "cuda" else max(1.0, processes * self.threads / self.cores)
 
     def slower(self, computing: float, sending: float) -> Self:
         """Return a copy with the seconds of computing and of communication multiplied by a factor each."""
@@ -320,8 +326,7 @@ class ModelProfile(Profile):
         for the work of all: until the last one is done. Where ranks meet, no wait for the slowest is added: it has the
         core for itself while the others wait.
         """
-        shared = self.processes * self.threads / self.cores
-        return self if self.device == "cuda" or shared <= 1 else each(self, Timing.until_last)
+        return self if self.crowd(self.processes) == 1 else each(self, Timing.until_last)
 
 
 AnyProfile = TypeVar("AnyProfile", Hardware, ModelProfile)

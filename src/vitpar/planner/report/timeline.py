@@ -10,8 +10,7 @@ from vitpar.planner.cost.links import placed
 from vitpar.planner.cost.pipeline import Event
 from vitpar.planner.cost.price import Price
 from vitpar.planner.cost.records import PlacedStrategy
-from vitpar.planner.cost.stage import build_stage
-from vitpar.planner.cost.streams import Streams, Transfer
+from vitpar.planner.cost.stage import Streams, Transfer, build_stage
 from vitpar.planner.profile.profiles import Overlap
 from vitpar.runs.pages.figures import ACTIONS, SentMessage, Span
 from vitpar.strategy import batch_arithmetic

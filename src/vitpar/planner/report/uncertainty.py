@@ -120,6 +120,5 @@ def _layer_spread(price: Price, costs: LayerCosts, direction: str) -> float:
         profile = known.get((costs.whole.layers[name].kind, tensor_name(strategy), strategy.checkpoint or "none"))
         if profile is not None:
             mine = rows / (strategy.degree("dp") * strategy.degree("fsdp"))
-            timings = getattr(profile, direction).timings
-            spreads.append(min(timings, key=lambda timing: abs(timing.size - mine)).spread)
+            spreads.append(getattr(profile, direction).nearest(mine).spread)
     return statistics.fmean(spreads) if spreads else 0.0

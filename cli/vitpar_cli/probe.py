@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from vitpar.errors import RecipeError
+from vitpar.launch.resources import choose_device
 from vitpar.text import count, shown
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, progress_bar, warn
@@ -57,7 +58,6 @@ def probe(
 
     Example: vitpar probe train.parquet val.parquet --out weights/probed
     """
-    from vitpar.launch.resources import choose_device
     from vitpar.training.probe import NEIGHBOURS, RATES, read_features
     from vitpar.weights.folder import refuse_used
 

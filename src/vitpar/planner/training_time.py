@@ -10,7 +10,6 @@ from typing import Any
 from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.goodput import Conditions, goodput
-from vitpar.planner.profile.profiles import Hardware
 from vitpar.planner.sources import estimated_costs, planned_teacher
 from vitpar.recipe.defaults import row_of
 from vitpar.recipe.recipe import Recipe
@@ -176,9 +175,9 @@ def training_rows(training: Mapping[str, Any] | None, hours: str) -> list[tuple[
     return rows
 
 
-def hours_name(hardware: Hardware) -> str:
+def hours_name(device_type: str) -> str:
     """Return the name of device-hours: GPU-hours, or rank-hours on CPUs."""
-    return "GPU-hours" if hardware.device == "cuda" else "rank-hours"
+    return "GPU-hours" if device_type == "cuda" else "rank-hours"
 
 
 def hours(number: float) -> str:

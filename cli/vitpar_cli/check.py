@@ -127,7 +127,7 @@ def _batch_that_divides(plan: Plan) -> int:
 def _print(result: "CheckResult") -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False)
     title = f"{result.plan} against one process: {result.model}, batch {result.batch_size}, {result.precision}"
     table = data_table("compared", "error", "allowed", "of", "magnitude", title=title)
     for quantity, group in result.quantities.items():
@@ -142,10 +142,9 @@ def _print(result: "CheckResult") -> None:
     gradients = result.quantities["gradient"]
     blurred = sum(row.resolution > 0.01 for row in gradients)
     seen = f"an error of 1 % would show in {len(gradients) - blurred} of {len(gradients)} gradients"
-    console.print(f"{seen}; not checked: {result.unchecked}", highlight=False)
+    console.print(f"{seen}; not checked: {result.unchecked}")
     verdict = "[green]passed[/]" if result.passed else "[red]FAILED[/]"
     worst = result.worst
     console.print(
         f"{verdict}: closest to its limit is {worst.name}, error {worst.error:.1e} of {worst.allowed:.1e} allowed",
-        highlight=False,
     )

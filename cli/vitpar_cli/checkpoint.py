@@ -37,11 +37,6 @@ app = typer.Typer(
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Path_ = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run to use its newest checkpoint.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="New folder for the weights.")]
-ShardSize = Annotated[
-    str, typer.Option("--shard-size", metavar="SIZE", help="Maximum size of a file, such as 500MB or 5GB.")
-]
-
-
 ExportFormat = Literal["vitpar", "timm", "transformers", "onnx"]
 """Libraries whose names and files `export` writes."""
 _GROUPS = ("model", "optimizer", "ema")  # first parts of the names of tensors in a checkpoint
@@ -318,7 +313,9 @@ def import_command(
     adapters: Path | None = typer.Option(
         None, "--adapters", metavar="DIR", help="Merge the low-rank adapters (LoRA) that peft saved there."
     ),
-    shard_size: ShardSize = "5GB",
+    shard_size: str = typer.Option(
+        "5GB", "--shard-size", metavar="SIZE", help="Maximum size of a file, such as 500MB or 5GB."
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Import weights of timm's or transformers' ViTs for `vitpar eval` and `vitpar train --weights`.

@@ -150,8 +150,8 @@ def _model(
 
 def _show_hardware(profile: Hardware, out: Path) -> None:
     """Print the main figures of a profile and the path it was written to."""
-    console = Console()
-    console.print(f"{profile.name}: {count(profile.ranks, 'rank')} of {profile.device_name}", highlight=False)
+    console = Console(highlight=False)
+    console.print(f"{profile.name}: {count(profile.ranks, 'rank')} of {profile.device_name}")
     table = data_table("", "GFLOP/s by matrix size")
     for matmul in profile.matmuls:
         rates = (f"{round((t.size / 2) ** (1 / 3))}: {t.size / t.seconds / 1e9:,.1f}" for t in matmul.timings)
@@ -160,7 +160,7 @@ def _show_hardware(profile: Hardware, out: Path) -> None:
     copies = (profile.copy_,) if profile.copy_ else ()
     for copy in copies:
         fastest = max(t.size / t.seconds for t in copy.timings)
-        console.print(f"memory     {fastest / 1e9:,.1f} GB/s read and written", highlight=False)
+        console.print(f"memory     {fastest / 1e9:,.1f} GB/s read and written")
     if profile.links:
         console.print(_links(profile))
     if profile.overlap:
@@ -168,7 +168,6 @@ def _show_hardware(profile: Hardware, out: Path) -> None:
         console.print(
             f"overlap    matrix products take {overlap.compute:.2f} times as long, "
             f"an all-reduce {overlap.communication:.2f} times",
-            highlight=False,
         )
     curves = [*profile.matmuls, *copies, *profile.links]
     _close(console, [timing for curve in curves for timing in curve.timings], out)
@@ -176,9 +175,9 @@ def _show_hardware(profile: Hardware, out: Path) -> None:
 
 def _show_model(profile: ModelProfile, out: Path) -> None:
     """Print the main figures of a profile and the path it was written to."""
-    console, kinds = Console(), config_from_json(profile.model).kinds
+    console, kinds = Console(highlight=False), config_from_json(profile.model).kinds
     beside = f", {count(profile.processes, 'process')} at a time" if profile.processes > 1 else ""
-    console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}", highlight=False)
+    console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}")
     several = len({layer.layer for layer in profile.layers}) > 3
     title = "a block on the first rank, without communication"
     table = data_table(*(["block"] if several else []), "strategy", "rows", title=title)
@@ -200,19 +199,19 @@ def _show_model(profile: ModelProfile, out: Path) -> None:
     console.print(table)
     optimizer = profile.optimizer.timings[-1]
     words = f"optimizer  {optimizer.seconds / optimizer.size * 1e9:,.2f} ms per million parameters, including the norm"
-    console.print(words, highlight=False)
-    console.print(f"micro-batch {profile.microbatch * 1e3:,.2f} ms in addition to its layers", highlight=False)
+    console.print(words)
+    console.print(f"micro-batch {profile.microbatch * 1e3:,.2f} ms in addition to its layers")
     curves = [curve for layer in profile.layers for curve in (layer.forward, layer.backward)]
     _close(console, [timing for curve in curves for timing in curve.timings], out)
 
 
 def _close(console: Console, timings: Sequence[Timing], out: Path) -> None:
     spread = statistics.median(timing.spread for timing in timings)
-    console.print(f"spread     {spread:.0%} of a point (median of all points)", highlight=False)
+    console.print(f"spread     {spread:.0%} of a point (median of all points)")
     if spread > BUSY:
         words = "timings vary because ranks share cores or other programs run: measure again on an idle machine"
         print_words(console, f"warning: {words}", "yellow")
-    console.print(f"written    {out}", highlight=False, soft_wrap=True)
+    console.print(f"written    {out}", soft_wrap=True)
 
 
 def _links(profile: Hardware) -> Table:

@@ -1,5 +1,6 @@
 """`vitpar report`: write or serve a page with charts of runs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -93,21 +94,15 @@ def report(
     library()  # refuses to work without it
     out = out or Path("report.html")
     refuse_unwritable(out)
-    if images is None:
-        _write_page(runs, out)
-    else:
-        _with_images(runs[0], images, asked, device, out)
-
-
-def _write_page(runs: list[Path], out: Path, extra: str = "") -> None:
-    """Write the page of runs to the file `out`. extra: further HTML."""
+    extra, problems = ("", {}) if images is None else _predictions(runs[0], images, asked, device)
     page = page_of([RunRecord(path) for path in runs], made_by=origin_words(origin()), extra=extra)
     write(out, page)
     typer.echo(f"written    {out}  ({len(page.encode()) / 1e6:,.2f} MB)")
+    raise typer.Exit(report_bad(problems))
 
 
-def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | None, out: Path) -> None:
-    """Write the page with validation images of a run and what its model, on one device, makes of them."""
+def _predictions(run: Path, number: int, asked: RecipeRequest, device: str | None) -> tuple[str, Mapping[int, str]]:
+    """Return HTML with validation images of a run and what its model, on one device, makes of them, and bad images."""
     saved = saved_model(run, asked, doing="an evaluation", fetch=local_weights)
     task = saved.task()
     if not task.PICTURES and not task.OUTPUTS_ARE_LABELS:
@@ -135,5 +130,4 @@ def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | Non
             names = saved.class_names() or validation.class_names or tuple(map(str, range(validation.num_classes)))
             extra = sheet(predict(model, inputs, source, names, progress), validation.read, number, about)
     warn(note)
-    _write_page([run], out, extra)
-    raise typer.Exit(report_bad(source.problems))
+    return extra, source.problems

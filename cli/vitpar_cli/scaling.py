@@ -14,7 +14,7 @@ from vitpar.planner.report.page import scaling_page
 from vitpar.planner.report.tables import (
     COLUMN_WORDS,
     WORDS,
-    best_on,
+    best_row,
     images,
     scaling_notes,
     scaling_table,
@@ -64,13 +64,13 @@ def scaling(
     wanted = {regime: [(number, images(regime, size, number, chosen[-1])) for number in chosen] for regime in WORDS}
     known: dict[tuple[int, int], dict[str, Any]] = {}
     progress, length = ProgressLines(), machine.length(merged, most)
-    known_length = length if length.conditions or length.hosts else None
     for number, batch in dict.fromkeys(pair for pairs in wanted.values() for pair in pairs):
         if not as_json:
             progress(f"searching for {count(number, 'rank')}, batch {batch} …")
         here = machine.costs(merged, number) if machine.cluster else whole
         searching = make_search(here, (batch,), moments(merged, here.whole), ranks=number)
-        known[number, batch] = best_on(searching, machine.budget(here), known_length)
+        where = {"ranks": number, "batch_size": batch}
+        known[number, batch] = best_row(where, searching, machine.budget(here), length)
     found = origin_to_json(origin(), whole)
     found |= {str(regime): with_efficiency([known[pair] for pair in pairs]) for regime, pairs in wanted.items()}
     if not any("plan" in point for point in known.values()):

@@ -19,7 +19,7 @@ from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.report.data import search_record, trace
 from vitpar.planner.report.page import page
-from vitpar.planner.report.tables import compared
+from vitpar.planner.report.tables import best_row
 from vitpar.planner.search.gains import gains
 from vitpar.planner.sources import unprofiled
 from vitpar.planner.training_time import training_time
@@ -208,7 +208,7 @@ def _table(
             state = moments(recipe, costs.whole)
             searching = make_search(costs, (batch_size,), state, **{"seconds": ROW_SECONDS, **limits})
             length = machine.length(recipe, costs.hardware.ranks)
-            yield compared(where, searching, machine.budget(costs), length, progress)
+            yield best_row(where, searching, machine.budget(costs), length, progress)
 
 
 def _refuse_single(files: Mapping[str, Path | None], cluster: bool) -> None:

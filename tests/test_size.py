@@ -16,7 +16,7 @@ MOST = {
     "src/vitpar/launch": 1_480,
     "src/vitpar/models": 8_591,
     "src/vitpar/parallel": 3_143,
-    "src/vitpar/planner": 11_047,
+    "src/vitpar/planner": 11_041,
     "src/vitpar/recipe": 3_048,
     "src/vitpar/runs": 2_939,
     "src/vitpar/strategy": 2_699,

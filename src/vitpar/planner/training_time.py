@@ -118,20 +118,6 @@ def gpu_hours(shipped: ShippedRecipe, images_per_second: float | None = None) ->
     return training_time(priced, TrainingLength(recipe, shipped.about.samples, hosts=hosts))["device_hours"]
 
 
-def training_words(training: Mapping[str, Any], hours: str) -> str:
-    """Return text such as `1.25 days, 240 GPU-hours: 375,342 steps, 300 epochs of 1,281,167 samples`.
-
-    training: result of `training_time`.
-    hours: name of device-hours
-    """
-    length, epochs = f"{training['images']:,} samples", training["epochs"]
-    if epochs is not None:
-        length = f"{epochs:g} epoch{'s' * (epochs != 1)} of {training['samples']:,} samples"
-    left_out = "evaluation and checkpoints" if training["input_rate"] else "input, evaluation and checkpoints"
-    words = f"{spent(training['seconds'])}, {figure(training['device_hours'])} {hours}"
-    return f"{words}: {training['steps']:,} steps, {length}; {left_out} not included"
-
-
 def condition_words(training: Mapping[str, Any]) -> dict[str, str]:
     """Return shares of waiting and useful time, days and cost by name, for a table; only what is known."""
     found = training["goodput"]
@@ -148,11 +134,19 @@ def condition_words(training: Mapping[str, Any]) -> dict[str, str]:
 def training_rows(training: Mapping[str, Any] | None, hours: str) -> list[tuple[str, str]]:
     """Return names and sentences on the duration, input, failures and cost; none for what is unknown.
 
+    Example: training, `1.25 days, 240 GPU-hours: 375,342 steps, 300 epochs of 1,281,167 samples; …`.
+
+    training: result of `training_time`.
     hours: name of device-hours
     """
     if training is None:
         return []
-    found, rows = training["goodput"], [("training", training_words(training, hours))]
+    length, epochs = f"{training['images']:,} samples", training["epochs"]
+    if epochs is not None:
+        length = f"{epochs:g} epoch{'s' * (epochs != 1)} of {training['samples']:,} samples"
+    left_out = "evaluation and checkpoints" if training["input_rate"] else "input, evaluation and checkpoints"
+    words = f"{spent(training['seconds'])}, {figure(training['device_hours'])} {hours}: {training['steps']:,} steps"
+    found, rows = training["goodput"], [("training", f"{words}, {length}; {left_out} not included")]
     if (rate := training["input_rate"]) is not None:
         share = training["waiting"]
         waiting = f"devices wait {share:.0%} of the time" if share else "as many as the devices need"

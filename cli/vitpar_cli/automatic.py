@@ -26,7 +26,16 @@ import typer
 from vitpar.errors import PlannerError, UserError
 from vitpar.io import parse_json
 from vitpar.launch import find_world
+from vitpar.launch.store import meeting_place
 from vitpar.launch.world import Device
+from vitpar.models import ModelConfig, config_to_json
+from vitpar.planner.automatic import make_search, run_search
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.out_of_memory import refuse_impossible
+from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
+from vitpar.planner.report.data import plan_record, search_record, speed_words
+from vitpar.planner.sources import NO_COSTS, profiled_costs, recipe_costs
+from vitpar.planner.training_time import training_length, training_time
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.sections.running import AUTO
@@ -34,15 +43,14 @@ from vitpar.strategy import SCHEDULES, parse
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.terminal import complain
 from vitpar.text import shown, size
+from vitpar.training.optim.state_memory import moments
 from vitpar.training.ranks import choose_plan, default_ranks, resolve
 from vitpar_cli.outputs import origin
-from vitpar_cli.profiled import PROFILES, MachineOptions, estimated, matches, measured, with_held
+from vitpar_cli.profiled import PROFILES, MachineOptions, found, with_held
+from vitpar_cli.search_view import SearchProgress, show_choice
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-    from vitpar.models import ModelConfig
-    from vitpar.planner.cost.layer import LayerCosts
 
 
 @dataclass
@@ -67,23 +75,17 @@ class PlanChooser:
         Raises PlannerError, RecipeError and StrategyError.
         """
         if recipe.parallel.mesh != AUTO:
-            self._refuse_beside(recipe.parallel.mesh)
+            for name, value in {**asdict(self.machine), "ranks": self.ranks}.items():
+                if value is not None:
+                    option, mesh = f"--{name.replace('_', '-')}", shown(recipe.parallel.mesh)
+                    raise PlannerError(f"{option} requires --mesh {AUTO}, but the mesh is '{mesh}': leave one out")
             chosen = choose_plan(recipe, config, device)
         else:
             chosen = self._searched(recipe, config, device, run)
         if device == "cpu":
-            from vitpar.planner.out_of_memory import refuse_impossible
-
             world, plan = find_world(), chosen.plan
             refuse_impossible(recipe, config, plan, world.local_size if world else plan.world_size)
         return chosen
-
-    def _refuse_beside(self, mesh: str) -> None:
-        """Raise PlannerError if an option is given although the user named a mesh."""
-        for name, value in {**asdict(self.machine), "ranks": self.ranks}.items():
-            if value is not None:
-                option = f"--{name.replace('_', '-')}"
-                raise PlannerError(f"{option} requires --mesh {AUTO}, but the mesh is '{shown(mesh)}': leave one out")
 
     def _searched(self, recipe: Recipe, config: ModelConfig, device: Device, run: Path | None) -> Chosen:
         if idle := recipe.parallel.model_fields_set - {"mesh", "microbatches", "schedule"}:
@@ -120,18 +122,12 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
 
     Raises PlannerError and RecipeError.
     """
-    from vitpar.planner.automatic import make_search, run_search
-    from vitpar.planner.report.data import plan_record, search_record, speed_words
-    from vitpar.planner.training_time import training_length, training_time
-    from vitpar.training.optim.state_memory import moments
-    from vitpar_cli.search_view import SearchProgress, show_choice
-
     train, parallel = recipe.train, recipe.parallel
     machine = options.machine
     if machine.cluster is None:
         costs = _profiled(recipe, config, device, ranks, machine)
     else:
-        costs = estimated(recipe, config, machine.cluster, ranks)
+        costs = recipe_costs(recipe, config, machine.cluster, ranks)
     searching = make_search(
         with_held(costs, recipe),
         (train.batch_size,),
@@ -147,7 +143,7 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     plan = recipe.under(best.plan).plan(config)
     if not options.quiet:
         training = training_time(best, training_length(recipe))
-        show_choice(search_record(searching, result, limit, origin(), training=training, frontier=False), costs)
+        show_choice(search_record(searching, result, limit, origin(), training=training, frontier=False))
     words = f"{speed_words(plan_record(best, costs))}, {size(best.memory_bytes)} of {size(limit)} per rank"
     return Chosen(plan, f"the plan was searched, predicted: {words}")
 
@@ -159,10 +155,7 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, g
     """
     import torch
 
-    from vitpar.models import config_to_json
     from vitpar.planner.measure.device import device_name
-    from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
-    from vitpar.planner.sources import NO_COSTS
 
     name = device_name(torch.device(device))
 
@@ -171,10 +164,7 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, g
         return (there.ranks, there.device, there.device_name) == (ranks, device, name)
 
     def costs(path: Path) -> LayerCosts:
-        return measured(recipe, lambda _: config, machine, path)
-
-    def fits(path: Path) -> bool:
-        return costs(path) is not None
+        return profiled_costs(recipe, lambda _: config, machine, path)
 
     for named, profile in ((given.hardware, Hardware), (given.model_profile, ModelProfile)):
         if named is not None:
@@ -198,14 +188,16 @@ def _profiled(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, g
             words += [option, own] if ".py:" in own else []
         model = given.model_profile or _find_or_measure(
             (MODEL, PROFILES / f"{_slug(config.name)}-{train.precision}-{ranks}-{digest}.json"),
-            fits,
+            costs,
             f"{config.name} in {train.precision}",
             ("model", *words, "--device", device),
         )
     return costs(model)
 
 
-def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], what: str, words: tuple[str, ...]) -> Path:
+def _find_or_measure(
+    paths: tuple[Path, Path], fits: Callable[[Path], object], what: str, words: tuple[str, ...]
+) -> Path:
     """Return the first of two profiles that matches, or else measure and return the second.
 
     fits: function that checks whether a profile matches.
@@ -215,9 +207,8 @@ def _find_or_measure(paths: tuple[Path, Path], fits: Callable[[Path], bool], wha
     Raises PlannerError if neither matches under a launcher, or if the folder for profiles cannot be made.
     Raises typer.Exit if measuring fails.
     """
-    for path in paths:
-        if matches(fits, path):
-            return path
+    if path := found(fits, *paths):
+        return path
     target = paths[-1]
     if find_world() is not None:
         command = "vitpar profile hardware" if words[0] == "hardware" else "vitpar profile model --recipe FILE"
@@ -252,8 +243,6 @@ def _find_once(find: Callable[[], Chosen]) -> tuple[Chosen, Store | None]:
 
     Raises the errors of `find` on rank 0, and PlannerError with the same message on other ranks.
     """
-    from vitpar.launch.store import meeting_place
-
     world = find_world()
     met = None if world is None else meeting_place(world)
     if world is None or met is None:
@@ -264,10 +253,10 @@ def _find_once(find: Callable[[], Chosen]) -> tuple[Chosen, Store | None]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     answers, rest = PrefixStore(f"plan/{attempt}", met), PrefixStore(f"run/{attempt}", met)
     if world.rank:
-        text = answers.get("plan").decode()
-        if "error" in (answer := parse_json(text)):
+        answer = parse_json(answers.get("plan").decode())
+        if "error" in answer:
             raise PlannerError(str(answer["error"]))
-        return _from_text(text), rest
+        return Chosen(plan_from_json(answer["plan"]), answer["because"]), rest
     try:
         chosen = find()
     except UserError as error:
@@ -275,9 +264,3 @@ def _find_once(find: Callable[[], Chosen]) -> tuple[Chosen, Store | None]:
         raise
     answers.set("plan", json.dumps({"plan": plan_to_json(chosen.plan), "because": chosen.because}))
     return chosen, rest
-
-
-def _from_text(text: str) -> Chosen:
-    """Return the plan that rank 0 sent."""
-    content = parse_json(text)
-    return Chosen(plan_from_json(content["plan"]), content["because"])

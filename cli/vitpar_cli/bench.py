@@ -10,21 +10,24 @@ import typer
 
 from vitpar.errors import RecipeError
 from vitpar.launch.resources import choose_device
+from vitpar.models import ModelConfig
+from vitpar.planner.out_of_memory import explain_memory
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import on_device
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.request import RecipeRequest, classes_of
 from vitpar.tasks import Task, task_of
+from vitpar.tasks.data import open_split
+from vitpar.tasks.image_data import ImageSet, check_images, refuse_streamed_targets
+from vitpar.training.prepare import refuse_misfits
 from vitpar.training.ranks import choose_plan
 from vitpar_cli import recipe_options as o
+from vitpar_cli.bench_view import show
 from vitpar_cli.outputs import Status, warn
 from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
-
-    from vitpar.models import ModelConfig
-    from vitpar.tasks.image_data import ImageSet
 
 CLASSES = 10
 """Default number of classes if no data is read."""
@@ -74,10 +77,6 @@ def bench(
     # A recipe must have a length, although a benchmark does not use it.
     asked |= {"train.steps": 1}
     asked.refuse_idle("a benchmark" if reads else "a benchmark without data")
-    from vitpar.tasks.data import open_split
-    from vitpar.tasks.image_data import check_images, refuse_streamed_targets
-    from vitpar.training.prepare import refuse_misfits
-
     device_type = choose_device(device)
     merged = on_device(asked.read(), device_type)
     images = open_split(merged, "train") if reads else None
@@ -106,10 +105,10 @@ def bench(
 def _bench(
     device: "torch.device",
     recipe: Recipe,
-    config: "ModelConfig",
+    config: ModelConfig,
     task: Task,
     chosen: Chosen,
-    images: "ImageSet | None",
+    images: ImageSet | None,
     length: tuple[int, int, int | None],
     begun: float,
     traces: Path | None,
@@ -124,8 +123,6 @@ def _bench(
 
     from vitpar.bench import Settings
     from vitpar.bench import bench as measure
-    from vitpar.planner.out_of_memory import explain_memory
-    from vitpar_cli.bench_view import show
 
     facts = recipe, config, chosen.plan, device
     with explain_memory(*facts), Status(shown=dist.get_rank() == 0) as status:

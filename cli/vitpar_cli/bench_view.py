@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vitpar.models import ModelConfig
+from vitpar.planner.cost.elements import layer_parameters
+from vitpar.planner.cost.pipeline import idle_share
 from vitpar.strategy import Plan, batch_arithmetic
 from vitpar.text import count, size
 from vitpar_cli.outputs import data_table, facts_table
-from vitpar_cli.plan_words import batch_words, millions, percent, pipeline_words
-
-if TYPE_CHECKING:
-    from vitpar.models import ModelConfig
+from vitpar_cli.plan_view import batch_words, millions, percent, pipeline_words
 
 Numbers = dict[str, Any]
 """Part of a result of ``vitpar.bench.bench``."""
@@ -55,9 +55,6 @@ def show(benchmark: Numbers, config: ModelConfig, plan: Plan, traces: Path | Non
 
 def _ran(benchmark: Numbers, config: ModelConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield names and values of the benchmark's setup."""
-    from vitpar.planner.cost.elements import layer_parameters
-    from vitpar.planner.cost.pipeline import idle_share
-
     batch = batch_arithmetic(plan, benchmark["batch_size"])
     parameters = sum(layer_parameters(config, Plan()).values())
     flops = f"{_short(config.flops)}FLOP per {config.sample} and step"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import typer
 
+from vitpar.runs.pages.plotly import library
 from vitpar_cli.outputs import origin, origin_words
 
 PORT = 8123
@@ -28,7 +29,6 @@ def board(
 def serve_pages(runs: Path | list[Path], port: int) -> None:
     """Serve the board of a folder, or the report of runs, until Ctrl-C."""
     from vitpar.runs.live import LiveReport
-    from vitpar.runs.pages.plotly import library
 
     library()  # refuses to work without it
     with LiveReport(runs, port, origin_words(origin())) as server:

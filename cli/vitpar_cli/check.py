@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from vitpar.launch.resources import choose_device
+from vitpar.models import ModelConfig
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import on_device
 from vitpar.recipe.recipe import Chosen, first_that_fits
@@ -13,6 +14,7 @@ from vitpar.recipe.request import RecipeRequest, classes_of
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import schedule_objection, smallest_microbatch
 from vitpar.tasks import Task, task_class, task_of
+from vitpar.training.prepare import refuse_misfits
 from vitpar.training.ranks import choose_plan, resolve
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, warn
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from vitpar.check import CheckResult
-    from vitpar.models import ModelConfig
-
 CLASSES = 10
 """Default number of classes of images."""
 VOCABULARY = 64
@@ -67,7 +67,6 @@ def check(
     """
     asked.refuse_idle("a check")
     from vitpar.check import recipe_to_check
-    from vitpar.training.prepare import refuse_misfits
 
     merged = asked.read() if asked.path else recipe_to_check(asked.given, asked.assignments)
     device_type = choose_device(device)
@@ -88,7 +87,7 @@ def check(
 def _check(
     device: "torch.device",
     recipe: Recipe,
-    config: "ModelConfig",
+    config: ModelConfig,
     task: Task,
     chosen: Chosen,
     tolerance: float | None,
@@ -128,7 +127,7 @@ def _batch_that_divides(plan: Plan) -> int:
 def _print(result: "CheckResult") -> None:
     from rich.console import Console
 
-    console = Console()
+    console = Console(highlight=False)
     title = f"{result.plan} against one process: {result.model}, batch {result.batch_size}, {result.precision}"
     table = data_table("compared", "error", "allowed", "of", "magnitude", title=title)
     for quantity, group in result.quantities.items():
@@ -143,10 +142,9 @@ def _print(result: "CheckResult") -> None:
     gradients = result.quantities["gradient"]
     blurred = sum(row.resolution > 0.01 for row in gradients)
     seen = f"an error of 1 % would show in {len(gradients) - blurred} of {len(gradients)} gradients"
-    console.print(f"{seen}; not checked: {result.unchecked}", highlight=False)
+    console.print(f"{seen}; not checked: {result.unchecked}")
     verdict = "[green]passed[/]" if result.passed else "[red]FAILED[/]"
     worst = result.worst
     console.print(
         f"{verdict}: closest to its limit is {worst.name}, error {worst.error:.1e} of {worst.allowed:.1e} allowed",
-        highlight=False,
     )

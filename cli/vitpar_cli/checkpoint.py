@@ -5,20 +5,27 @@ import shlex
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import track
 
+from vitpar.checkpoint.folder import Checkpoint
+from vitpar.checkpoint.index import PLAN, RECIPE, damage
+from vitpar.errors import CheckpointError
+from vitpar.models import config_to_json
+from vitpar.models.lora import LoRA
+from vitpar.recipe import read_recipe
+from vitpar.sizes import parse_size
+from vitpar.strategy.freezing import parameter_names
+from vitpar.strategy.plan_json import read_plan
 from vitpar.terminal import say
 from vitpar.text import count
+from vitpar.training.saving.resume import changes, checkpoints_of, is_checkpoint
 from vitpar_cli.outputs import data_table, progress_bar, warn
 from vitpar_cli.recipe_options import AsJson
-
-if TYPE_CHECKING:
-    from vitpar.checkpoint.folder import Checkpoint
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,11 +37,6 @@ app = typer.Typer(
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")]
 Path_ = Annotated[Path, typer.Argument(metavar="PATH", help="A checkpoint, or a run to use its newest checkpoint.")]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="New folder for the weights.")]
-ShardSize = Annotated[
-    str, typer.Option("--shard-size", metavar="SIZE", help="Maximum size of a file, such as 500MB or 5GB.")
-]
-
-
 ExportFormat = Literal["vitpar", "timm", "transformers", "onnx"]
 """Libraries whose names and files `export` writes."""
 _GROUPS = ("model", "optimizer", "ema")  # first parts of the names of tensors in a checkpoint
@@ -44,18 +46,12 @@ _WORST = 10  # maximum tensors that `diff` lists
 def _refuse_missing(path: Path) -> None:
     """Raise CheckpointError if `path` is not a folder, before torch is imported, which takes seconds."""
     if not path.is_dir():
-        from vitpar.errors import CheckpointError
-
         raise CheckpointError(f"there is no folder '{path}': give a run such as runs/mine, or a checkpoint in it")
 
 
-def _opened(path: Path) -> "Checkpoint":
+def _opened(path: Path) -> Checkpoint:
     """Return the checkpoint in `path`, or the newest one if `path` is a run. Raises CheckpointError."""
     _refuse_missing(path)
-    from vitpar.checkpoint.folder import Checkpoint
-    from vitpar.errors import CheckpointError
-    from vitpar.training.saving.resume import checkpoints_of, is_checkpoint
-
     if is_checkpoint(path):
         return Checkpoint.open(path)
     there = checkpoints_of(path)
@@ -73,10 +69,6 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
     Example: vitpar checkpoint list runs/mine
     """
     _refuse_missing(run)
-    from vitpar.checkpoint.folder import Checkpoint
-    from vitpar.errors import CheckpointError
-    from vitpar.training.saving.resume import checkpoints_of
-
     there = checkpoints_of(run)
     if not there.steps():
         raise CheckpointError(f"'{run}' has no checkpoints: give the folder of a run that saved some")
@@ -122,9 +114,6 @@ def info_command(path: Path_, as_json: AsJson = False) -> None:
     checkpoint = _opened(path)
     import torch
 
-    from vitpar.checkpoint.index import PLAN
-    from vitpar.strategy.plan_json import read_plan
-
     groups = {}
     for group in _GROUPS:
         inside = [stored for name, stored in checkpoint.index.tensors.items() if name.partition(".")[0] == group]
@@ -157,8 +146,6 @@ def verify_command(path: Path_) -> None:
 
     Example: vitpar checkpoint verify runs/mine/checkpoints/step_900
     """
-    from vitpar.checkpoint.index import damage
-
     checkpoint = _opened(path)
     files = checkpoint.index.files.items()
     console = Console(stderr=True)
@@ -181,10 +168,7 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
 
     Example: vitpar checkpoint diff runs/one runs/other
     """
-    from vitpar.checkpoint.index import RECIPE
     from vitpar.checkpoint.reader import differences
-    from vitpar.recipe import read_recipe
-    from vitpar.training.saving.resume import changes
 
     one, other = _opened(first), _opened(second)
     changed = changes(*(read_recipe(checkpoint.path / RECIPE) for checkpoint in (one, other)))
@@ -236,8 +220,6 @@ def export_command(
 
     Example: vitpar checkpoint export runs/mine --format timm --out weights/mine
     """
-    from vitpar.errors import CheckpointError
-    from vitpar.sizes import parse_size
     from vitpar.weights.exporting import Format, export_weights
     from vitpar.weights.folder import INDEX as WEIGHTS_INDEX
     from vitpar.weights.folder import export, open_weights, weights_of
@@ -278,10 +260,6 @@ def _export_adapters(
     path: Path, out: Path, format: ExportFormat, *, averages: bool | None, shard_size: str | None
 ) -> None:
     """Write the adapters of a checkpoint as files of peft."""
-    from vitpar.errors import CheckpointError
-    from vitpar.models.lora import LoRA
-    from vitpar.recipe import read_recipe
-    from vitpar.strategy.freezing import parameter_names
     from vitpar.weights.adapters import adapter_files
     from vitpar.weights.exporting import Format
     from vitpar.weights.folder import INDEX as WEIGHTS_INDEX
@@ -335,7 +313,9 @@ def import_command(
     adapters: Path | None = typer.Option(
         None, "--adapters", metavar="DIR", help="Merge the low-rank adapters (LoRA) that peft saved there."
     ),
-    shard_size: ShardSize = "5GB",
+    shard_size: str = typer.Option(
+        "5GB", "--shard-size", metavar="SIZE", help="Maximum size of a file, such as 500MB or 5GB."
+    ),
     as_json: AsJson = False,
 ) -> None:
     """Import weights of timm's or transformers' ViTs for `vitpar eval` and `vitpar train --weights`.
@@ -351,8 +331,6 @@ def import_command(
 
     if name := hub_name(str(source)):
         source = fetch(name)
-    from vitpar.models import config_to_json
-    from vitpar.sizes import parse_size
     from vitpar.weights.importing import import_weights
 
     if trust:

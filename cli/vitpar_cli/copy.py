@@ -5,8 +5,11 @@ from typing import Annotated
 
 import typer
 
+from vitpar.copying import download, upload
 from vitpar.errors import DataError
+from vitpar.object_store import ObjectPath, parse_place
 from vitpar.text import count
+from vitpar_cli.outputs import progress_bar
 
 
 def copy(
@@ -20,10 +23,6 @@ def copy(
 
     Example: vitpar copy data_shards/mine s3://bucket/mine
     """
-    from vitpar.copying import download, upload
-    from vitpar.object_store import ObjectPath, parse_place
-    from vitpar_cli.outputs import progress_bar
-
     begin, end = parse_place(source), parse_place(target)
     with progress_bar("copying") as bar:
         if isinstance(begin, Path) and isinstance(end, ObjectPath):

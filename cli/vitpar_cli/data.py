@@ -7,10 +7,15 @@ from typing import Annotated
 
 import typer
 
+from vitpar.data.shards.index import Labels, index
 from vitpar.data.shards.manifest import read_manifest
+from vitpar.data.shards.verify import verify
+from vitpar.data.sources.source import read_class_names
+from vitpar.data.survey import survey
 from vitpar.errors import DataError
 from vitpar.launch.resources import cpu_cores
 from vitpar.recipe.request import RecipeRequest
+from vitpar.tasks.image_data import write_preview
 from vitpar_cli.data_pack import pack_command
 from vitpar_cli.data_view import Workers, print_problems, print_survey, refuse_options
 from vitpar_cli.outputs import refuse_unwritable
@@ -38,9 +43,6 @@ def index_command(
 
     Example: vitpar data index data_shards/imagenet-wds --label json:class
     """
-    from vitpar.data.shards.index import Labels, index
-    from vitpar.data.sources.source import read_class_names
-
     labels = Labels.parse(label)
     pairs = [text.partition("=") for text in split or ()]
     if (wrong := next((pair for pair in pairs if not all(pair)), None)) is not None:
@@ -66,8 +68,6 @@ def verify_command(
 
     Example: vitpar data verify data_shards/digits
     """
-    from vitpar.data.shards.verify import verify
-
     with packing_progress() as progress:
         problems = list(verify(folder, pixels=pixels, workers=workers or cpu_cores(), progress=progress))
     if as_json:
@@ -101,12 +101,8 @@ def info_command(
     if given and preview is None:
         raise DataError("--recipe and --set do nothing without --preview: add --preview FILE.png, or leave them out")
     refuse_unwritable(preview)
-    from vitpar.data.survey import survey
-
     content = survey(folder)
     if preview is not None:
-        from vitpar.tasks.image_data import write_preview
-
         request = RecipeRequest(recipe, {"data.path": str(folder)}, assignments or ())
         write_preview(request.read_with_defaults().recipe, preview)
     if as_json:

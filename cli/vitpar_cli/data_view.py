@@ -2,20 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
+from vitpar.data.shards.verify import Problem
+from vitpar.data.survey import survey
 from vitpar.errors import DataError
 from vitpar.terminal import say
 from vitpar.text import count, printable, shown
 from vitpar_cli.outputs import data_table
-
-if TYPE_CHECKING:
-    from vitpar.data.shards.verify import Problem
 
 BAR = 20
 """Characters in the bar of the largest class."""
@@ -37,15 +36,13 @@ def refuse_options(given: Mapping[str, object], names: Sequence[str], reason: st
 def print_survey(folder: Path, content: dict[str, Any] | None = None) -> None:
     """Print the survey of a data set. content: the survey if it is there already."""
     if content is None:
-        from vitpar.data.survey import survey
-
         content = survey(folder)
     console = Console()
     console.print(content["folder"], markup=False, soft_wrap=True)
     (_print_images if "classes" in content else _print_text)(console, content)
 
 
-def print_problems(folder: Path, problems: Sequence["Problem"]) -> None:
+def print_problems(folder: Path, problems: Sequence[Problem]) -> None:
     """Print the problems of a data set."""
     for problem in problems:
         number = "" if problem.sample is None else f"{problem.sample:,} "

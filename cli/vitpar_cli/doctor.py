@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 
+from vitpar.doctor import collect, problems
 from vitpar_cli.outputs import facts_table, print_words
 
 COLOURS = {"error": "red", "warning": "yellow"}
@@ -19,8 +20,6 @@ def doctor(json_: bool = typer.Option(False, "--json", help="Print the findings 
 
     Example: vitpar doctor
     """
-    from vitpar.doctor import collect, problems
-
     report = collect()
     messages = problems(report)
     if json_:

@@ -19,8 +19,7 @@ from vitpar.text import count
 from vitpar.training.optim.state_memory import frozen_bytes, state_bytes, state_words
 from vitpar.training.prepare import Prepared
 from vitpar_cli.outputs import warn
-from vitpar_cli.plan_view import show
-from vitpar_cli.plan_words import millions
+from vitpar_cli.plan_view import millions, show
 from vitpar_cli.recipe_words import lr_words
 from vitpar_cli.sparkline import Sparkline
 

@@ -11,9 +11,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.stream.stream_set import StreamSet
 from vitpar.errors import DataError
 from vitpar.recipe.request import RecipeRequest
 from vitpar.tasks import Task
+from vitpar.tasks.data import open_split
+from vitpar.tasks.image_data import ImageSet
 from vitpar.text import printable
 from vitpar.training.saved_model import PlannedModel, saved_model
 from vitpar_cli import recipe_options as o
@@ -23,7 +27,6 @@ from vitpar_cli.world import run_in_world
 if TYPE_CHECKING:
     import torch
 
-    from vitpar.tasks.image_data import ImageSet
     from vitpar.training.evaluate import Evaluation, Predictions
     from vitpar.training.parquet_file import ParquetFile
 
@@ -76,9 +79,6 @@ def evaluate(
             f"models of task '{saved.recipe.task.name}' have no labels to be evaluated with: write features with "
             "`vitpar features`, and evaluate these with `vitpar probe`"
         )
-    from vitpar.data.shards.shard_set import ShardSet
-    from vitpar.tasks.data import open_split
-
     sets: dict[str, ImageSet] = {saved.recipe.data_name: open_split(saved.recipe, split)}
     sets |= {str(path): ShardSet.open(path, split) for path in named[1:]}
     notes: list[str | None] = []
@@ -101,7 +101,7 @@ def evaluate(
 def _evaluate(
     device: "torch.device",
     planned: PlannedModel,
-    sets: "Mapping[str, ImageSet]",
+    sets: Mapping[str, ImageSet],
     notes: Sequence[str | None],
     split: str,
     predictions: Path | None,
@@ -139,12 +139,11 @@ def _progress(show: Callable[[int, int], None], total: int, done: int) -> None:
     show(done, total)
 
 
-def _adding(file: "ParquetFile | None", data: str, images: "ImageSet") -> "Callable[[Predictions], None]":
+def _adding(file: "ParquetFile | None", data: str, images: ImageSet) -> "Callable[[Predictions], None]":
     """Return a function that appends predictions for images of the data set `data` to a file, on the rank that has it.
 
     Other ranks take part in the evaluation in the same way, so they get a function too.
     """
-    from vitpar.data.stream.stream_set import StreamSet
 
     def add(predictions: "Predictions") -> None:
         assert file is not None and not isinstance(images, StreamSet)

@@ -6,8 +6,11 @@ from typing import Annotated
 
 import typer
 
+from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.recipe.request import NO_DATA, RecipeRequest
+from vitpar.tasks.image_data import open_split
 from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import local_weights, progress_bar, refuse_unwritable, report_bad
@@ -42,10 +45,6 @@ def features(
     """
     data = asked.value("data.path")
     asked |= NO_DATA if images else {}
-    from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
-    from vitpar.data.shards.shard_set import ShardSet
-    from vitpar.tasks.image_data import open_split
-
     if bool(images) == (data is not None):
         raise DataError("vitpar features reads either image files or a data set: name images, or --data DIR")
     refuse_unwritable(out)

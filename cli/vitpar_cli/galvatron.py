@@ -7,9 +7,14 @@ from typing import Annotated
 import typer
 
 from vitpar.errors import RecipeError
+from vitpar.planner.profile.galvatron import UNMEASURED, import_hardware, import_model
+from vitpar.recipe.machine import automatic_precision
 from vitpar.recipe.request import RecipeRequest
 from vitpar.sizes import parse_size
+from vitpar.strategy.galvatron import from_galvatron, to_galvatron, unlisted_blocks
+from vitpar.strategy.plan_json import plan_to_json, read_json, write_plan, write_text
 from vitpar.terminal import say
+from vitpar.text import count
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, origin_words, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe
@@ -37,10 +42,6 @@ def import_command(
 
     Example: vitpar galvatron import plan_23GB.json --world-size 4 --out plan.json
     """
-    from vitpar.strategy.galvatron import from_galvatron, unlisted_blocks
-    from vitpar.strategy.plan_json import plan_to_json, read_json, write_plan
-    from vitpar.text import count
-
     asked.refuse_idle("an import")
     model = asked.value("model.name")
     if asked.assignments and not model:
@@ -79,9 +80,6 @@ def export_command(
     Example: vitpar galvatron export pp2xfsdp2xtp2 --model vit_huge_patch14_224 --batch-size 64 --out galvatron.json
     """
     merged = (asked | {"parallel.mesh": strategy}).read()
-    from vitpar.strategy.galvatron import to_galvatron, unlisted_blocks
-    from vitpar.strategy.plan_json import write_text
-
     config = merged.config(1000)
     plan = merged.plan(config)
     costs = [float(flops) for flops in config.layer_flops.values()]
@@ -120,9 +118,6 @@ def profiles_command(
 
     Example: vitpar galvatron profiles hardware_8xA100 vit-huge --memory 40GB --model vit_huge_patch16_224
     """
-    from vitpar.planner.profile.galvatron import UNMEASURED, import_hardware, import_model
-    from vitpar.recipe.machine import automatic_precision
-
     asked.refuse_idle("an import")
     refuse_unwritable(hardware_out, model_out)
     merged = planned_recipe(asked)

@@ -9,15 +9,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
+from vitpar.errors import ModelError
+from vitpar.models import ModelConfig, model_config
+from vitpar.models.catalog import ModelEntry, common_tp, entry, kinds, options, published
+from vitpar.models.families import FAMILIES
+from vitpar.recipe.sections.input import ModelSection
 from vitpar.text import shown
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from vitpar.models import ModelConfig
-    from vitpar.models.catalog import ModelEntry
 
 FORWARD = "GFLOPs are of the forward of one image or sequence: matrix products, a multiply-add counts as two."
 """Explanation of the FLOPs."""
@@ -43,11 +45,6 @@ def models(
 
     Example: vitpar models vit_base_patch16_224
     """
-    from vitpar.errors import ModelError
-    from vitpar.models import model_config
-    from vitpar.models.catalog import published
-    from vitpar.models.families import FAMILIES
-
     known = name is not None and any(family.knows(name) for family in FAMILIES.values())
     listed = [] if known else published(name or "")
     if name is not None and not listed:
@@ -72,11 +69,8 @@ def models(
         console.print("A part of names shortens the list: vitpar models dinov3.")
 
 
-def _show_one(config: "ModelConfig", as_json: bool) -> None:
+def _show_one(config: ModelConfig, as_json: bool) -> None:
     """Print the size of a model, its kinds of layers, and its options."""
-    from vitpar.models.catalog import common_tp, entry, kinds, options
-    from vitpar.recipe.sections.input import ModelSection
-
     size, layers, tp = entry(config), kinds(config), common_tp(config)
     keys = {
         one.name: f"model.{one.name}" if one.name in ModelSection.model_fields else f"model.options.{one.name}"
@@ -135,7 +129,7 @@ def _span(first: int, last: int) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
-def _tokens(one: "ModelEntry") -> str:
+def _tokens(one: ModelEntry) -> str:
     return _span(*one.tokens)
 
 

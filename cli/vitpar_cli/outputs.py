@@ -23,6 +23,7 @@ from rich.text import Text
 
 from vitpar.errors import PlannerError
 from vitpar.io import write_text
+from vitpar.runs.pages.plotly import library
 from vitpar.terminal import complain, is_terminal, wrap
 from vitpar.text import printable
 from vitpar.training import hub_weights
@@ -46,8 +47,6 @@ def origin_words(found: Mapping[str, Any]) -> str:
 def refuse_undrawable(report: Path | None) -> None:
     """Raise DataError if a page with charts is to be written, and Plotly is not installed."""
     if report is not None:
-        from vitpar.runs.pages.plotly import library
-
         library()
 
 

@@ -9,11 +9,14 @@ import shutil
 from pathlib import Path
 
 from vitpar.data.shards.manifest import has_manifest
+from vitpar.data.shards.pack import pack
+from vitpar.data.sources.imagenet import is_imagenet
 from vitpar.errors import DataError
 from vitpar.io import read_json, write_text
 from vitpar.launch.resources import cpu_cores
 from vitpar.terminal import say
 from vitpar.text import printable, size
+from vitpar_cli.packing import packing_progress
 
 PACKED = Path("data_shards")
 """Folder of the packed data."""
@@ -34,8 +37,6 @@ def packed(folder: Path) -> Path:
 
 def _packed(folder: Path) -> Path:
     """Do what `packed` does. Raises OSError too."""
-    from vitpar.data.sources.imagenet import is_imagenet
-
     shards = any(folder.glob("*.tar")) and not is_imagenet(folder)  # `vitpar data index` is for these
     if not folder.is_dir() or has_manifest(folder) or not any(folder.iterdir()) or shards:
         return folder
@@ -53,9 +54,6 @@ def _packed(folder: Path) -> Path:
     PACKED.mkdir(exist_ok=True)
     if (free := shutil.disk_usage(PACKED).free) < needed:
         raise DataError(f"packing '{folder}' needs {size(needed)}, but '{PACKED}' has {size(free)} left: free some")
-    from vitpar.data.shards.pack import pack
-    from vitpar_cli.packing import packing_progress
-
     say(f"packing    {folder} into {target}{', since files changed' if known else ''}")
     with packing_progress() as progress:
         pack(

@@ -8,6 +8,10 @@ from typing import Any
 
 import typer
 
+from vitpar.data.shards.pack import SKIPPED, Reencode, pack
+from vitpar.data.sources import Source, open_source
+from vitpar.data.text.pack import open_all
+from vitpar.data.text.pack import pack_text as pack_documents
 from vitpar.launch.resources import cpu_cores
 from vitpar.terminal import say
 from vitpar.text import count, printable
@@ -24,8 +28,6 @@ def packing_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 def pack_images(source: str, seed: int, destination: Path | None = None, dry_run: bool = False, **given: Any) -> None:
     """Pack images with the options that were given, or only print what was found."""
-    from vitpar.data.shards.pack import SKIPPED, Reencode, pack
-    from vitpar.data.sources import Source, open_source
 
     def print_contents(contents: Source) -> None:
         for line in contents.describe(source):
@@ -54,15 +56,13 @@ def pack_text(
     source: str, tokens: int, seed: int, destination: Path | None = None, dry_run: bool = False, **given: Any
 ) -> None:
     """Pack text with the options that were given, or only print what was found."""
-    from vitpar.data.text import pack
-
     if destination is None or dry_run:
         left_out = ("shard_samples", "overwrite")
-        opened = pack.open_all(source, tokens, **{name: value for name, value in given.items() if name not in left_out})
+        opened = open_all(source, tokens, **{name: value for name, value in given.items() if name not in left_out})
         say(printable("\n".join(opened.describe())))
         return
     with packing_progress() as progress:
-        pack.pack_text(
+        pack_documents(
             source,
             destination,
             tokens,

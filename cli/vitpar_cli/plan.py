@@ -2,26 +2,36 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
 from vitpar.errors import PlannerError, StrategyError
 from vitpar.launch.resources import choose_device
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import price
+from vitpar.planner.describe import layer_modules, summarize
+from vitpar.planner.out_of_memory import less_memory
+from vitpar.planner.report.data import gain_records, origin_to_json, plan_record
+from vitpar.planner.search.gains import gains
+from vitpar.planner.sources import recipe_costs
+from vitpar.planner.training_time import training_time
+from vitpar.recipe import Recipe
 from vitpar.recipe.machine import replace_auto_precision
 from vitpar.recipe.request import RecipeRequest
+from vitpar.strategy import Plan
+from vitpar.strategy.plan_json import write_plan
+from vitpar.strategy.support import refuse_clashes
 from vitpar.tasks import task_of
 from vitpar.tasks.data import model_of
 from vitpar.text import count, shown
+from vitpar.training.optim.state_memory import frozen_bytes, moments, state_bytes, state_words
 from vitpar.training.prepare import refuse_misfits
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, warn
-from vitpar_cli.profiled import MachineOptions, estimated, machine_options, planned_recipe, with_held
-
-if TYPE_CHECKING:
-    from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.recipe import Recipe
-    from vitpar.strategy import Plan
+from vitpar_cli.plan_view import show
+from vitpar_cli.profiled import MachineOptions, machine_options, planned_recipe, with_held
+from vitpar_cli.search_view import show_prediction
 
 
 @o.shared(
@@ -60,8 +70,6 @@ def plan(
     Example: vitpar plan "pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
     merged = planned_recipe(asked | {"parallel.mesh": strategy}, doing="a plan")
-    if machine.named:
-        machine.refuse_missing()
     needing = {"--epochs": asked.value("train.epochs"), "--images-per-second": machine.images_per_second}
     needing |= {"--memory": machine.memory, "--mtbf": machine.mtbf, "--price": machine.hour_price}
     for option, value in needing.items():
@@ -76,60 +84,39 @@ def plan(
     world = world_size
     if world is None and whole is not None and merged.requested_plans()[0].is_open:
         world = whole.hardware.ranks
-    if world is None:
-        made = merged.plan(config, _closed)
-    else:
-        ranks = world
-        chosen = merged.chosen(config, lambda plan: plan.resolve(ranks))
-        made = chosen.plan
-        warn(chosen.because)
+    chosen = merged.chosen(config, _closed if world is None else lambda plan: plan.resolve(world))
+    made = chosen.plan
+    warn(chosen.because)
     # Without a task any model may be planned, such as one for another task than the default.
     task = task_of(merged, config.num_classes) if "name" in merged.task.model_fields_set else None
     refuse_misfits(task, merged, config, made, None)
-    from vitpar.planner.describe import layer_modules, summarize
-    from vitpar.strategy.plan_json import write_plan
-    from vitpar.training.optim.state_memory import frozen_bytes, state_bytes, state_words
-    from vitpar_cli.plan_view import show, show_modules
-    from vitpar_cli.search_view import show_prediction
-
     state, frozen = state_bytes(merged, config), merged.frozen(config)
     train = merged.train
     summary = summarize(config, made, train.batch_size, train.precision, state, frozen, frozen_bytes(merged))
-    prediction = None if whole is None else _predict(made, requested, whole, machine)
+    summary |= {"modules": layer_modules(config, made)} if modules else {}
+    summary |= {"predicted": _predict(made, requested, whole, machine)} if whole is not None else {}
     if out is not None:
         write_plan(out, made)
-    by_module = layer_modules(config, made) if modules else []
     if as_json:
-        summary |= {"modules": by_module} if modules else {}
-        summary |= {} if prediction is None else {"predicted": prediction[0]}
         typer.echo(json.dumps(summary))
-    else:
-        show(config, made, summary, state_words(merged))
-        if modules:
-            show_modules(by_module)
-        if prediction is not None:
-            show_prediction(*prediction)
-        if out is not None:
-            typer.echo(f"\nplan written to {out}")
+        return
+    show(config, made, summary, state_words(merged))
+    if whole is not None:
+        show_prediction(summary["predicted"])
+    if out is not None:
+        typer.echo(f"\nplan written to {out}")
 
 
-def _predict(
-    plan: "Plan", recipe: "Recipe", costs: "LayerCosts", machine: MachineOptions
-) -> "tuple[dict[str, Any], LayerCosts]":
-    """Predict the time and memory of a plan, and return also the costs on the devices that it uses.
+def _predict(plan: Plan, recipe: Recipe, costs: LayerCosts, machine: MachineOptions) -> dict[str, Any]:
+    """Return the predicted time and memory of a plan on the devices that it uses.
+
+    `less_memory` has the changes that need less memory, if the plan does not fit.
 
     recipe: recipe as requested, before its precision is resolved.
     costs: costs on all devices of the cluster, or on the profiled machine.
 
     Raises PlannerError and StrategyError.
     """
-    from vitpar.planner.cost.price import price
-    from vitpar.planner.report.data import gain_records, origin_to_json, plan_record
-    from vitpar.planner.search.gains import gains
-    from vitpar.planner.training_time import training_time
-    from vitpar.strategy.support import refuse_clashes
-    from vitpar.training.optim.state_memory import moments
-
     ranks, hardware = plan.world_size, costs.hardware
     if ranks > hardware.ranks:
         raise PlannerError(
@@ -144,21 +131,23 @@ def _predict(
             raise
         compiled = False  # as in training with the default of train.compile
     if machine.cluster is not None:  # costs on only as many devices as the plan uses
-        costs = with_held(estimated(recipe, costs.whole, machine.cluster, ranks, compiled), recipe)
+        costs = with_held(recipe_costs(recipe, costs.whole, machine.cluster, ranks, compiled), recipe)
     priced = price(plan, costs, recipe.train.batch_size, moments(recipe, costs.whole))
     limit = machine.budget(costs)
-    found = {
+    fullest = max(priced.memory, key=lambda memory: memory.total)
+    fits, batch_size = priced.memory_bytes <= limit, recipe.train.batch_size
+    return {
         **origin_to_json(origin(), costs),
         "memory_budget_bytes": limit,
-        "fits": priced.memory_bytes <= limit,
+        "fits": fits,
+        "less_memory": [] if fits else less_memory(fullest, costs.config, plan, batch_size, precision),
         "training": training_time(priced, machine.length(recipe, hardware.ranks)),
         "what_would_help": gain_records(gains((priced,), costs, limit, moments(recipe, costs.whole))),
         **plan_record(priced, costs),
     }
-    return found, costs
 
 
-def _closed(plan: "Plan") -> "Plan":
+def _closed(plan: Plan) -> Plan:
     """Return the plan unchanged.
 
     Raises StrategyError if it has an open degree.

@@ -1,8 +1,9 @@
-"""Text output of `vitpar plan`: ranks, stages, batch and communication."""
+"""Text output of `vitpar plan`: ranks, stages, batch and communication; words on plans for other commands too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -15,14 +16,6 @@ from vitpar.planner.describe import Summary
 from vitpar.runs.pages.maps import layer_words
 from vitpar.strategy import Plan, Strategy, rank_of_place
 from vitpar_cli.outputs import data_table, facts_table
-from vitpar_cli.plan_words import (
-    batch_words,
-    millions,
-    percent,
-    pipeline_words,
-    redistribution_words,
-    travel_words,
-)
 from vitpar_cli.rank_grid import draw_ranks, row_name
 
 NAME_WIDTH = 20
@@ -53,11 +46,12 @@ def show(config: ModelConfig, plan: Plan, summary: Summary, state: str) -> None:
         if heading:
             console.print(Text(f"\n{heading}", "bold"))
         console.print(facts_table(rows, width))
+    if "modules" in summary:
+        _show_modules(console, summary["modules"])
 
 
-def show_modules(layers: Sequence[Summary]) -> None:
+def _show_modules(console: Console, layers: Sequence[Summary]) -> None:
     """Print how tensor parallelism splits the modules of each kind of layer."""
-    console = Console(highlight=False)
     if not layers:
         console.print("\nno layer has tensor parallelism, so all modules are complete on every rank")
     for layer in layers:
@@ -156,3 +150,53 @@ def _axis_rows(strategy: Strategy, part: Summary) -> list[list[Row]]:
 
 def _flag_rows(part: Summary) -> list[Row]:
     return [(flag["flag"], flag["effect"]) for flag in part["flags"]]
+
+
+def batch_words(batch: Mapping[str, int], sample: str) -> str:
+    """Return text such as `256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32`.
+
+    Divisions by 1 are left out. batch: fields of ``vitpar.strategy.BatchArithmetic``.
+    sample: word for a sample (``ModelConfig.sample``).
+    """
+    words = f"{batch['global_batch']:,} {sample}s"
+    if batch["data_parallel"] > 1:
+        words += f" = {batch['data_parallel']} data-parallel parts x {batch['local_batch']:,}"
+    if batch["microbatches"] > 1:
+        divided = ", each" if batch["data_parallel"] > 1 else " ="
+        words += f"{divided} {batch['microbatches']} micro-batches x {batch['microbatch_size']:,}"
+    return words
+
+
+def pipeline_words(plan: Plan, idle_share: float) -> str:
+    """Return text such as `1f1b, in theory 20.0 % of the time idle`."""
+    return f"{plan.schedule}, in theory {percent(idle_share)} of the time idle"
+
+
+def travel_words(shares: Sequence[float]) -> str:
+    """Return text such as `a rank sends 25.0 % of each`.
+
+    shares: fraction of an activation that a rank sends to the next stage, for each stage but the last.
+    """
+    least, most = percent(min(shares)), percent(max(shares))
+    return f"a rank sends {least if least == most else f'{least} to {most}'} of each"
+
+
+def redistribution_words(change: Mapping[str, Any]) -> str:
+    """Return text such as `fsdp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of gradients`."""
+    shares = {"activation": change["forward"], "gradient": change["backward"]}
+    some = [f"{percent(share)} of each {what}" for what, share in shares.items() if share]
+    none = "".join(f", nothing of {what}s" for what, share in shares.items() if not share)
+    words = (
+        f"a rank receives up to {', '.join(some)}{none}" if some else "no communication, ranks already have their parts"
+    )
+    return f"{change['source']} -> {change['target']}: {words}"
+
+
+def millions(number: int) -> str:
+    """Return a number in millions, such as `0.90 M` or `86.6 M`."""
+    return f"{number / 1e6:,.{2 if number < 10e6 else 1}f} M"
+
+
+def percent(share: float) -> str:
+    """Return a fraction as a percentage: 0.912 becomes `91.2 %`."""
+    return f"{share * 100:.1f} %"

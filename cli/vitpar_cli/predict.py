@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
 from vitpar.recipe.request import NO_DATA, RecipeRequest
 from vitpar.text import printable, shown
 from vitpar.training.saved_model import AT_ONCE, saved_model
@@ -44,8 +45,6 @@ def predict(
     Example: vitpar predict photos/cat.jpg photos/dogs --checkpoint runs/mine
     """
     asked |= NO_DATA
-    from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
-
     paths = expand_images(images)
     source = NotedImages(ImageFiles(paths))
     saved = saved_model(checkpoint, asked, doing="a prediction", fetch=local_weights)

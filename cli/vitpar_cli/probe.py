@@ -8,12 +8,13 @@ import typer
 from rich.console import Console
 
 from vitpar.errors import RecipeError
+from vitpar.launch.resources import choose_device
 from vitpar.text import count, shown
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, progress_bar, warn
 
 if TYPE_CHECKING:
-    from vitpar.training.probe import Features, Probed
+    pass
 
 
 def _numbers(text: str, kind: type, option: str) -> tuple[Any, ...]:
@@ -57,7 +58,6 @@ def probe(
 
     Example: vitpar probe train.parquet val.parquet --out weights/probed
     """
-    from vitpar.launch.resources import choose_device
     from vitpar.training.probe import NEIGHBOURS, RATES, read_features
     from vitpar.weights.folder import refuse_used
 
@@ -93,42 +93,34 @@ def probe(
     best = max(probed, key=lambda one: one.val)
     if out is not None:
         write_classifier(out, known.about, best, names if names and len(names) == classes else None)
-    _show(known, asked, probed, best, dict(zip(counts, shares, strict=True)), out, as_json)
+    record = {
+        "train_images": len(known.labels),
+        "val_images": len(asked.labels),
+        "linear": [{"rate": one.rate, "train_top1": one.train, "top1": one.val} for one in probed],
+        "best_rate": best.rate,
+        "neighbours": [{"neighbours": k, "top1": share} for k, share in zip(counts, shares, strict=True)],
+        "weights": None if out is None else str(out),
+    }
+    typer.echo(json.dumps(record)) if as_json else _show(record)
 
 
-def _show(
-    known: "Features",
-    asked: "Features",
-    probed: "list[Probed]",
-    best: "Probed",
-    neighbours: dict[int, float],
-    out: Path | None,
-    as_json: bool,
-) -> None:
-    """Print the accuracies."""
-    if as_json:
-        record = {
-            "train_images": len(known.labels),
-            "val_images": len(asked.labels),
-            "linear": [{"rate": one.rate, "train_top1": one.train, "top1": one.val} for one in probed],
-            "best_rate": best.rate,
-            "neighbours": [{"neighbours": k, "top1": share} for k, share in neighbours.items()],
-            "weights": None if out is None else str(out),
-        }
-        typer.echo(json.dumps(record))
-        return
+def _show(record: dict[str, Any]) -> None:
+    """Print the accuracies. record: as --json prints it."""
     console = Console(highlight=False)
     table = data_table("classifier", "train", "val")
-    for one in probed:
-        mark = "  best" if one is best else ""
-        table.add_row(f"linear, rate {one.rate:g}", f"{one.train:.2%}", f"{one.val:.2%}{mark}")
-    for k, share in neighbours.items():
-        table.add_row(f"{count(k, 'neighbour')}", "", f"{share:.2%}")
+    best, rates = record["best_rate"], [one["rate"] for one in record["linear"]]
+    for one in record["linear"]:
+        mark = "  best" if one["rate"] == best else ""
+        table.add_row(f"linear, rate {one['rate']:g}", f"{one['train_top1']:.2%}", f"{one['top1']:.2%}{mark}")
+    for one in record["neighbours"]:
+        table.add_row(count(one["neighbours"], "neighbour"), "", f"{one['top1']:.2%}")
     console.print(table)
-    console.print(f"top-1 of {count(len(asked.labels), 'image')}, with features of {count(len(known.labels), 'image')}")
-    rates = [one.rate for one in probed]
-    if len(rates) > 1 and best.rate in (min(rates), max(rates)):
-        end = "smallest" if best.rate == min(rates) else "largest"
-        warn(f"the best rate {best.rate:g} is the {end} one: others may be better, give them with --rates")
-    if out is not None:
-        console.print(f"{out}: the weights with the classifier of rate {best.rate:g}; `vitpar eval` reads them")
+    images, of = (count(record[f"{split}_images"], "image") for split in ("val", "train"))
+    console.print(f"top-1 of {images}, with features of {of}")
+    if len(rates) > 1 and best in (min(rates), max(rates)):
+        end = "smallest" if best == min(rates) else "largest"
+        warn(f"the best rate {best:g} is the {end} one: others may be better, give them with --rates")
+    if record["weights"] is not None:
+        console.print(
+            f"{record['weights']}: the weights with the classifier of rate {best:g}; `vitpar eval` reads them"
+        )

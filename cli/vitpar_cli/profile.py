@@ -9,8 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vitpar.launch import World, find_world
 from vitpar.launch.resources import choose_device
+from vitpar.launch.store import meeting_place
 from vitpar.launch.world import Device
+from vitpar.models import ModelConfig
+from vitpar.models.families import config_from_json
+from vitpar.planner.profile.curves import Timing
+from vitpar.planner.profile.profiles import CHECKPOINTS, OPERATIONS, Hardware, ModelProfile, always_wrapped
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import on_device
 from vitpar.recipe.request import RecipeRequest
@@ -26,11 +32,6 @@ from vitpar_cli.world import run_in_world, run_ranks
 
 if TYPE_CHECKING:
     import torch
-
-    from vitpar.launch import World
-    from vitpar.models import ModelConfig
-    from vitpar.planner.profile.curves import Timing
-    from vitpar.planner.profile.profiles import Hardware, ModelProfile
 
 BUSY = 0.2
 """Median relative spread of points above which a profile is not reliable."""
@@ -67,7 +68,6 @@ def _hardware(device: "torch.device", name: str, seconds: float, out: Path, as_j
     """Profile the machine with the rank of `device`, and return the exit code."""
     import torch.distributed as dist
 
-    from vitpar.launch import find_world
     from vitpar.planner.measure.hardware import MeasureEffort, profile_hardware
 
     per_node = joined.local_size if (joined := find_world()) else 1
@@ -114,10 +114,10 @@ def model(
 
 
 def _model(
-    world: "World",
+    world: World,
     device_type: Device,
     recipe: Recipe,
-    config: "ModelConfig",
+    config: ModelConfig,
     largest: int,
     seconds: float,
     out: Path,
@@ -126,7 +126,6 @@ def _model(
     """Profile the model in a rank of `world`, and return the exit code."""
     import torch
 
-    from vitpar.launch.store import meeting_place
     from vitpar.parallel import Execution
     from vitpar.parallel.compiling import compiler_fault
     from vitpar.planner.measure.clock import Clock, Neighbours
@@ -151,10 +150,10 @@ def _model(
     return 0
 
 
-def _show_hardware(profile: "Hardware", out: Path) -> None:
+def _show_hardware(profile: Hardware, out: Path) -> None:
     """Print the main figures of a profile and the path it was written to."""
-    console = Console()
-    console.print(f"{profile.name}: {count(profile.ranks, 'rank')} of {profile.device_name}", highlight=False)
+    console = Console(highlight=False)
+    console.print(f"{profile.name}: {count(profile.ranks, 'rank')} of {profile.device_name}")
     table = data_table("", "GFLOP/s by matrix size")
     for matmul in profile.matmuls:
         rates = (f"{round((t.size / 2) ** (1 / 3))}: {t.size / t.seconds / 1e9:,.1f}" for t in matmul.timings)
@@ -163,27 +162,23 @@ def _show_hardware(profile: "Hardware", out: Path) -> None:
     copies = (profile.copy_,) if profile.copy_ else ()
     for copy in copies:
         fastest = max(t.size / t.seconds for t in copy.timings)
-        console.print(f"memory     {fastest / 1e9:,.1f} GB/s read and written", highlight=False)
+        console.print(f"memory     {fastest / 1e9:,.1f} GB/s read and written")
     if profile.links:
         console.print(_links(profile))
     if overlap := profile.overlap:
         console.print(
             f"overlap    matrix products take {overlap.compute:.2f} times as long, "
             f"an all-reduce {overlap.communication:.2f} times",
-            highlight=False,
         )
     curves = [*profile.matmuls, *copies, *profile.links]
     _close(console, [timing for curve in curves for timing in curve.timings], out)
 
 
-def _show_model(profile: "ModelProfile", out: Path) -> None:
+def _show_model(profile: ModelProfile, out: Path) -> None:
     """Print the main figures of a profile and the path it was written to."""
-    from vitpar.models.families import config_from_json
-    from vitpar.planner.profile.profiles import CHECKPOINTS, always_wrapped
-
-    console, kinds = Console(), config_from_json(profile.model).kinds
+    console, kinds = Console(highlight=False), config_from_json(profile.model).kinds
     beside = f", {count(profile.processes, 'process')} at a time" if profile.processes > 1 else ""
-    console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}", highlight=False)
+    console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}")
     several = len({layer.layer for layer in profile.layers}) > 3
     title = "a block on the first rank, without communication"
     table = data_table(*(["block"] if several else []), "strategy", "rows", title=title)
@@ -204,24 +199,22 @@ def _show_model(profile: "ModelProfile", out: Path) -> None:
     console.print(table)
     optimizer = profile.optimizer.timings[-1]
     words = f"optimizer  {optimizer.seconds / optimizer.size * 1e9:,.2f} ms per million parameters, including the norm"
-    console.print(words, highlight=False)
-    console.print(f"micro-batch {profile.microbatch * 1e3:,.2f} ms in addition to its layers", highlight=False)
+    console.print(words)
+    console.print(f"micro-batch {profile.microbatch * 1e3:,.2f} ms in addition to its layers")
     curves = [curve for layer in profile.layers for curve in (layer.forward, layer.backward)]
     _close(console, [timing for curve in curves for timing in curve.timings], out)
 
 
-def _close(console: Console, timings: Sequence["Timing"], out: Path) -> None:
+def _close(console: Console, timings: Sequence[Timing], out: Path) -> None:
     spread = statistics.median(timing.spread for timing in timings)
-    console.print(f"spread     {spread:.0%} of a point (median of all points)", highlight=False)
+    console.print(f"spread     {spread:.0%} of a point (median of all points)")
     if spread > BUSY:
         words = "timings vary because ranks share cores or other programs run: measure again on an idle machine"
         print_words(console, f"warning: {words}", "yellow")
-    console.print(f"written    {out}", highlight=False, soft_wrap=True)
+    console.print(f"written    {out}", soft_wrap=True)
 
 
-def _links(profile: "Hardware") -> Table:
-    from vitpar.planner.profile.profiles import OPERATIONS
-
+def _links(profile: Hardware) -> Table:
     table = data_table("ranks", "stride", title="latency in ms + GB/s")
     table.padding = (0, 1, 0, 0)
     for name in OPERATIONS:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from vitpar.errors import PlannerError, UserError
 from vitpar.models import ModelConfig
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.goodput import RESTART, STALL, Conditions
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware
+from vitpar.planner.sources import profiled_costs, recipe_costs, usual_budget
+from vitpar.planner.training_time import TrainingLength, training_length
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.defaults import TASKS, with_defaults
 from vitpar.recipe.request import RecipeRequest
@@ -23,11 +30,6 @@ from vitpar.text import shown
 from vitpar.training.prepare import OF_ANOTHER_RUN, with_weights
 from vitpar_cli.outputs import local_weights
 from vitpar_cli.recipe_options import Group
-
-if TYPE_CHECKING:
-    from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.goodput import Conditions
-    from vitpar.planner.training_time import TrainingLength
 
 PROFILES = Path("runs/profiles")
 """Folder for the profiles that `vitpar train --mesh auto` measures."""
@@ -92,25 +94,10 @@ class MachineOptions:
     @property
     def conditions(self) -> Conditions | None:
         """Failures and price of the cluster; None if neither is known."""
-        from vitpar.planner.goodput import RESTART, STALL, Conditions
-
         if self.mtbf is None and self.hour_price is None:
             return None
         stall = STALL if self.stall is None else self.stall
         return Conditions(self.mtbf, self.hour_price, stall, RESTART if self.restart is None else self.restart)
-
-    def refuse_missing(self) -> None:
-        """Raise PlannerError if a profile is missing, or has classes of its own."""
-        if self.num_classes is not None and not self.cluster:
-            raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
-        if not self.cluster:
-            from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware, ModelProfile
-
-            measured = any(PROFILES.glob("*.json"))
-            for kind, given, usual in ((Hardware, self.hardware, HARDWARE), (ModelProfile, self.model_profile, MODEL)):
-                path = given or usual
-                if not path.exists() and (given or not measured):
-                    kind.read(path)  # raises; otherwise it is read later, when torch was imported
 
     def costs(self, recipe: Recipe, ranks: int | None = None) -> LayerCosts:
         """Return the costs of the recipe's model on the cluster or on the profiled machine.
@@ -119,36 +106,32 @@ class MachineOptions:
 
         Raises PlannerError and RecipeError.
         """
-        from vitpar.planner.profile.profiles import HARDWARE, MODEL, Hardware
-
+        if self.num_classes is not None and not self.cluster:
+            raise PlannerError("--num-classes is given without --cluster: leave it out, the profiled model has its own")
         if self.cluster:
-            costs = estimated(recipe, model_of(recipe, self.num_classes, 1000), self.cluster, ranks)
+            costs = recipe_costs(recipe, model_of(recipe, self.num_classes, 1000), self.cluster, ranks)
         else:
             # Classes change no costs, but the sizes of text do.
             text = task_class(recipe).INPUT == "text"
-            machine = self.hardware or found(HARDWARE, Hardware.read)
+            kept = sorted(PROFILES.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+            machine = self.hardware or found(Hardware.read, HARDWARE, *kept) or HARDWARE
 
             def model(classes: int) -> ModelConfig:
                 return model_of(recipe, None, classes) if text else recipe.config(classes)
 
             def of_profile(path: Path) -> LayerCosts:
-                return measured(recipe, model, machine, path)
+                return profiled_costs(recipe, model, machine, path)
 
-            costs = of_profile(self.model_profile or found(MODEL, of_profile))
+            costs = of_profile(self.model_profile or found(of_profile, MODEL, *kept) or MODEL)
         recipe.with_precision(costs.model.precision)  # refuses settings without effect in that precision
         return with_held(costs, recipe)
 
     def budget(self, costs: LayerCosts) -> float:
         """Return the memory limit of a rank, in bytes."""
-        from vitpar.planner.sources import usual_budget
-
         return usual_budget(costs) if self.memory is None else parse_size(self.memory)
 
     def length(self, recipe: Recipe, ranks: int) -> TrainingLength:
         """Return the length of the recipe's training. ranks: of the profiled machine."""
-        from vitpar.planner.profile.cluster import find_cluster
-        from vitpar.planner.training_time import training_length
-
         rate = self.images_per_second
         if self.cluster is not None:
             cluster = find_cluster(self.cluster)
@@ -166,18 +149,16 @@ def machine_options(*names: str, **helps: str) -> Group:
     return Group({name: options[name] for name in names or options}, MachineOptions).helped(**helps)
 
 
-def matches(fits: Callable[[Path], object], path: Path) -> bool:
-    """Return whether a profile exists and `fits` returns a true value for it; an unreadable one does not."""
-    try:
-        return path.exists() and bool(fits(path))
-    except UserError:
-        return False
+def found(fits: Callable[[Path], object], *paths: Path) -> Path | None:
+    """Return the first of the profiles that exists and for which `fits` returns a true value; None if none does.
 
-
-def found(usual: Path, fits: Callable[[Path], object]) -> Path:
-    """Return the first of `usual` and of the profiles in PROFILES, newest first, that `fits`; else `usual`."""
-    kept = sorted(PROFILES.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((path for path in (usual, *kept) if matches(fits, path)), usual)
+    A profile for which it raises UserError, such as an unreadable one, does not fit.
+    """
+    for path in paths:
+        with suppress(UserError):
+            if path.exists() and fits(path):
+                return path
+    return None
 
 
 def numbers(text: str | None, option: str, most: int) -> tuple[int, ...]:
@@ -219,32 +200,6 @@ def planned_recipe(request: RecipeRequest, *, doing: str = "a search") -> Recipe
         task = recipe.task.name
         return with_defaults(recipe, TASKS[task].samples) if task in TASKS else recipe
     return request.read_with_defaults(OF_ANOTHER_RUN if came else ()).recipe
-
-
-def estimated(
-    recipe: Recipe, config: ModelConfig, cluster: str, ranks: int | None, compiled: bool | None = None
-) -> LayerCosts:
-    """Return the costs of a recipe's model, estimated from the data sheet of a cluster.
-
-    compiled: whether blocks are compiled; None for the recipe's setting.
-    """
-    from vitpar.planner.sources import estimated_costs, planned_teacher
-
-    train = recipe.train
-    compiled = train.compile if compiled is None else compiled
-    of_recipe = train.precision, compiled, ranks, recipe.frozen(config), train.fp8_min_features
-    return estimated_costs(config, cluster, *of_recipe, planned_teacher(recipe, config))
-
-
-def measured(recipe: Recipe, model: Callable[[int], ModelConfig], hardware: Path, profile: Path) -> LayerCosts:
-    """Return the costs of a recipe's model from profiles. model: function of a number of classes."""
-    from vitpar.planner.sources import planned_teacher, profiled_costs
-
-    train = recipe.train
-    return profiled_costs(
-        *(model, train.precision, train.compile, hardware, profile, recipe.frozen, train.fp8_min_features),
-        teacher=lambda config: planned_teacher(recipe, config),
-    )
 
 
 def with_held(costs: LayerCosts, recipe: Recipe) -> LayerCosts:

@@ -22,11 +22,13 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from vitpar.planner.cost.pipeline import idle_share
 from vitpar.strategy import batch_arithmetic
 from vitpar.text import count
 from vitpar.training.events import Reporter, RunHeader
+from vitpar.training.optim.state_memory import state_words
 from vitpar_cli.outputs import CADENCE, facts_table, print_words
-from vitpar_cli.plan_words import batch_words, millions, pipeline_words
+from vitpar_cli.plan_view import batch_words, millions, pipeline_words
 from vitpar_cli.rank_grid import draw_ranks
 from vitpar_cli.recipe_words import recipe_rows
 from vitpar_cli.sparkline import Sparkline
@@ -227,9 +229,6 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
 
     width: maximum columns of the rank grid.
     """
-    from vitpar.planner.cost.pipeline import idle_share
-    from vitpar.training.optim.state_memory import state_words
-
     recipe, plan = header.recipe, header.plan
     batch = batch_arithmetic(plan, recipe.train.batch_size)
     epochs = header.steps * recipe.train.batch_size / header.train_samples

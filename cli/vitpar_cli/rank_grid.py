@@ -65,18 +65,15 @@ def _box_axes(strategy: Strategy) -> tuple[str, ...]:
     return ("dp", "fsdp", {"2.5d": "d", "3d": "i"}.get(strategy.tensor_mode, "d"))
 
 
-def _inside_axes(strategy: Strategy) -> tuple[str, str]:
-    """Return the axis of the rows and the axis of the columns inside a box."""
-    return ("j", "k") if strategy.tensor_mode == "3d" else ("i", "j")
-
-
 def _grid(plan: Plan, below: tuple[str, ...]) -> list[Text]:
     """Return the lines of the grid.
 
     below: axes along which boxes are stacked; along the others they are side by side.
     """
     strategy = plan.strategy
-    (down, across), beside = _inside_axes(strategy), [axis for axis in _box_axes(strategy) if axis not in below]
+    # The axis of the rows and the axis of the columns inside a box.
+    down, across = ("j", "k") if strategy.tensor_mode == "3d" else ("i", "j")
+    beside = [axis for axis in _box_axes(strategy) if axis not in below]
     sizes = {"pp": plan.pipeline_degree, **dict.fromkeys((*_box_axes(strategy), down, across), 1)}
     sizes |= dict(mesh_axes(strategy))
     ranks = {}
@@ -120,7 +117,10 @@ def _grid(plan: Plan, below: tuple[str, ...]) -> list[Text]:
         text = Text(f"{name:<{len(margin)}} ").append("│", "dim")
         for box in boxes:
             at = row | box
-            colour = _colour([(at[axis], sizes[axis]) for axis in DATA_AXES if axis in at])
+            part = 0  # of the batch, numbered along the axes that split it
+            for axis in DATA_AXES:
+                part = part * sizes[axis] + at[axis] if axis in at else part
+            colour = COLOURS[part % len(COLOURS)]
             here = (ranks[tuple((at | column)[axis] for axis in sizes)] for column in columns)
             text.append("".join(f" {rank:^{cell}} " for rank in here).center(inside), colour).append("│", "dim")
         lines.append(text)
@@ -128,17 +128,6 @@ def _grid(plan: Plan, below: tuple[str, ...]) -> list[Text]:
     for text in lines:
         text.rstrip()
     return lines
-
-
-def _colour(indices: list[tuple[int, int]]) -> str:
-    """Return the colour of a part of the batch.
-
-    indices: (index, size) along the axes that split the batch, outermost first.
-    """
-    part = 0
-    for index, size in indices:
-        part = part * size + index
-    return COLOURS[part % len(COLOURS)]
 
 
 def _groups(plan: Plan, width: int) -> list[str]:

@@ -16,6 +16,8 @@ from typing import Annotated, Any, get_args
 import typer
 from annotated_types import Ge
 
+from vitpar import tasks
+from vitpar.models import own
 from vitpar.recipe.file import SECTIONS
 from vitpar.recipe.request import RecipeRequest
 from vitpar.recipe.trackers import TrackerName
@@ -110,27 +112,13 @@ def setting(kind: Any, key: str, *flags: str, to: Callable[[Any], object] = lamb
 
 
 def own_model(name: str | None) -> str | None:
-    """Return the name of a model, after loading it if it is the user's own.
-
-    Raises ModelError for a file that fails.
-    """
-    if name is None or ".py:" not in name:
-        return name
-    from vitpar.models.own import load
-
-    return load(name)
+    """Load the model if it is the user's own, and return its name. Raises ModelError for a file that fails."""
+    return own.load(name) if name and ".py:" in name else name
 
 
 def own_task(name: str | None) -> str | None:
-    """Return the name of a task, after loading it if it is the user's own.
-
-    Raises RecipeError for a file that fails.
-    """
-    if name is None or ".py:" not in name:
-        return name
-    from vitpar.tasks import load
-
-    return load(name)
+    """Load the task if it is the user's own, and return its name. Raises RecipeError for a file that fails."""
+    return tasks.load(name) if name and ".py:" in name else name
 
 
 def _own(what: str, callback: Callable[[str | None], str | None]) -> Any:

@@ -4,17 +4,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
+from vitpar.planner.training_time import CLUSTER, MESH, gpu_hours, hours
+from vitpar.recipe.shipped import ShippedRecipe, shipped_recipe, shipped_recipes
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table
 from vitpar_cli.profiled import InputRate
-
-if TYPE_CHECKING:
-    from vitpar.recipe.shipped import ShippedRecipe
 
 
 def recipes(
@@ -31,14 +29,10 @@ def recipes(
 
     Example: vitpar recipes deit_small
     """
-    from vitpar.recipe.shipped import shipped_recipe, shipped_recipes
-
     listed = shipped_recipes() if name is None else [shipped_recipe(name)]
     if name is None and images_per_second is None and not as_json:  # a prediction describes models, which takes seconds
         _list(listed, [])
         return
-    from vitpar.planner.training_time import CLUSTER, MESH, gpu_hours, hours
-
     predicted = partial(gpu_hours, images_per_second=images_per_second)
     if as_json:
         rows = [{"name": one.name, **asdict(one.about), "gpu_hours": predicted(one)} for one in listed]
@@ -57,7 +51,7 @@ def recipes(
     typer.echo(f"\n{one.path.read_text()}", nl=False)
 
 
-def _list(listed: "Sequence[ShippedRecipe]", gpu_hours: Sequence[str]) -> None:
+def _list(listed: Sequence[ShippedRecipe], gpu_hours: Sequence[str]) -> None:
     """Print the table of recipes. gpu_hours: of each; empty to leave them out."""
     console = Console(highlight=False)
     table = data_table("recipe", "training", "published", "here", *["GPU-hours"] * bool(gpu_hours))

@@ -1,12 +1,23 @@
 """`vitpar report`: write or serve a page with charts of runs."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vitpar.data.image_files import NotedImages
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.recipe.request import RecipeRequest
+from vitpar.runs.folder import RunRecord, refuse_other_folders
+from vitpar.runs.page import MOST_RUNS
+from vitpar.runs.page import report as page_of
+from vitpar.runs.pages.plotly import library
+from vitpar.runs.predictions import drawn_samples, predict
+from vitpar.runs.sheet import MOST_IMAGES, pictures_sheet, sheet
+from vitpar.tasks.image_data import open_split
+from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.board import PORT, serve_pages
 from vitpar_cli.outputs import (
@@ -58,11 +69,6 @@ def report(
 
     Example: vitpar report runs/mine --live
     """
-    from vitpar.runs.folder import refuse_other_folders
-    from vitpar.runs.page import MOST_RUNS
-    from vitpar.runs.pages.plotly import library
-    from vitpar.runs.sheet import MOST_IMAGES
-
     for path in runs:
         refuse_other_folders(path)
     if len(runs) > MOST_RUNS:
@@ -88,31 +94,15 @@ def report(
     library()  # refuses to work without it
     out = out or Path("report.html")
     refuse_unwritable(out)
-    if images is None:
-        _write_page(runs, out)
-    else:
-        _with_images(runs[0], images, asked, device, out)
-
-
-def _write_page(runs: list[Path], out: Path, extra: str = "") -> None:
-    """Write the page of runs to the file `out`. extra: further HTML."""
-    from vitpar.runs.folder import RunRecord
-    from vitpar.runs.page import report as page_of
-
+    extra, problems = ("", {}) if images is None else _predictions(runs[0], images, asked, device)
     page = page_of([RunRecord(path) for path in runs], made_by=origin_words(origin()), extra=extra)
     write(out, page)
     typer.echo(f"written    {out}  ({len(page.encode()) / 1e6:,.2f} MB)")
+    raise typer.Exit(report_bad(problems))
 
 
-def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | None, out: Path) -> None:
-    """Write the page with validation images of a run and what its model, on one device, makes of them."""
-    from vitpar.data.image_files import NotedImages
-    from vitpar.data.shards.shard_set import ShardSet
-    from vitpar.runs.predictions import drawn_samples, predict
-    from vitpar.runs.sheet import pictures_sheet, sheet
-    from vitpar.tasks.image_data import open_split
-    from vitpar.training.saved_model import AT_ONCE, saved_model
-
+def _predictions(run: Path, number: int, asked: RecipeRequest, device: str | None) -> tuple[str, Mapping[int, str]]:
+    """Return HTML with validation images of a run and what its model, on one device, makes of them, and bad images."""
     saved = saved_model(run, asked, doing="an evaluation", fetch=local_weights)
     task = saved.task()
     if not task.PICTURES and not task.OUTPUTS_ARE_LABELS:
@@ -140,5 +130,4 @@ def _with_images(run: Path, number: int, asked: RecipeRequest, device: str | Non
             names = saved.class_names() or validation.class_names or tuple(map(str, range(validation.num_classes)))
             extra = sheet(predict(model, inputs, source, names, progress), validation.read, number, about)
     warn(note)
-    _write_page([run], out, extra)
-    raise typer.Exit(report_bad(source.problems))
+    return extra, source.problems

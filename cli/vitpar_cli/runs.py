@@ -3,18 +3,15 @@
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
+from vitpar.runs.folder import RunRecord, runs_in, summary
 from vitpar.text import count, printable, rough_duration, shown
 from vitpar_cli.outputs import print_words
 from vitpar_cli.recipe_options import AsJson
 from vitpar_cli.search_view import print_plans
-
-if TYPE_CHECKING:
-    from vitpar.runs.folder import RunRecord
 
 
 def runs(
@@ -28,8 +25,6 @@ def runs(
 
     Example: vitpar runs
     """
-    from vitpar.runs.folder import runs_in, summary
-
     found = runs_in(folder)
     if as_json:
         typer.echo(json.dumps({"folder": str(folder), "runs": list(map(summary, found))}))
@@ -47,7 +42,7 @@ def runs(
         print_words(console, line, "dim")
 
 
-def _notes(found: "list[RunRecord]") -> list[str]:
+def _notes(found: list[RunRecord]) -> list[str]:
     """Return the notes of runs, the newest first; once for several runs whose notes differ in numbers at most."""
     alike: dict[str, list[RunRecord]] = {}
     for run in found:
@@ -61,7 +56,7 @@ def _notes(found: "list[RunRecord]") -> list[str]:
     return lines
 
 
-def _cells(run: "RunRecord", width: int, titled: bool) -> list[str]:
+def _cells(run: RunRecord, width: int, titled: bool) -> list[str]:
     """Return the cells of a run, the last in lines of `width`. titled: whether the metric's column has its name."""
     metric = "–"
     if run.metric and (number := run.last(run.metric.name)) is not None:

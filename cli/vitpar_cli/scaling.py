@@ -8,8 +8,21 @@ from rich.console import Console
 
 from vitpar.errors import PlannerError
 from vitpar.limits import MAX_RANKS
+from vitpar.planner.automatic import make_search
+from vitpar.planner.report.data import origin_to_json
+from vitpar.planner.report.page import scaling_page
+from vitpar.planner.report.tables import (
+    COLUMN_WORDS,
+    WORDS,
+    best_row,
+    images,
+    scaling_notes,
+    scaling_table,
+    with_efficiency,
+)
 from vitpar.recipe.request import RecipeRequest
 from vitpar.text import count
+from vitpar.training.optim.state_memory import moments
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, print_words, refuse_undrawable, refuse_unwritable, write
 from vitpar_cli.profiled import MachineOptions, ReportFile, machine_options, numbers, planned_recipe
@@ -38,24 +51,9 @@ def scaling(
 
     Example: vitpar scaling --cluster 8x8xH100 --model vit_huge_patch14_224 --batch-size 4096 --precision bf16
     """
-    machine.refuse_missing()
     refuse_unwritable(report)
     refuse_undrawable(report)
     merged = planned_recipe(asked, doing=f"a prediction of scaling{' and cost' * bool(machine.conditions)}")
-
-    from vitpar.planner.automatic import make_search
-    from vitpar.planner.report.data import origin_to_json
-    from vitpar.planner.report.page import scaling_page
-    from vitpar.planner.report.tables import (
-        COLUMN_WORDS,
-        WORDS,
-        best_on,
-        images,
-        scaling_notes,
-        scaling_table,
-        with_efficiency,
-    )
-    from vitpar.training.optim.state_memory import moments
 
     whole = machine.costs(merged)
     most = whole.hardware.ranks
@@ -66,19 +64,19 @@ def scaling(
     wanted = {regime: [(number, images(regime, size, number, chosen[-1])) for number in chosen] for regime in WORDS}
     known: dict[tuple[int, int], dict[str, Any]] = {}
     progress, length = ProgressLines(), machine.length(merged, most)
-    known_length = length if length.conditions or length.hosts else None
     for number, batch in dict.fromkeys(pair for pairs in wanted.values() for pair in pairs):
         if not as_json:
             progress(f"searching for {count(number, 'rank')}, batch {batch} …")
         here = machine.costs(merged, number) if machine.cluster else whole
         searching = make_search(here, (batch,), moments(merged, here.whole), ranks=number)
-        known[number, batch] = best_on(searching, machine.budget(here), known_length)
+        where = {"ranks": number, "batch_size": batch}
+        known[number, batch] = best_row(where, searching, machine.budget(here), length)
     found = origin_to_json(origin(), whole)
     found |= {str(regime): with_efficiency([known[pair] for pair in pairs]) for regime, pairs in wanted.items()}
     if not any("plan" in point for point in known.values()):
         raise PlannerError("no plan fits on any number of ranks: allow more --memory or another --batch-size")
     devices = f"up to {count(chosen[-1], 'rank')}"
-    title = f"{model_words(whole, devices)}, batch {size:,}"
+    title = f"{model_words(found, devices)}, batch {size:,}"
     if report is not None:
         write(report, scaling_page(title, found))
     if as_json:

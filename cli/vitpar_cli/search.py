@@ -3,26 +3,40 @@
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from vitpar.errors import PlannerError
+from vitpar.errors import PlannerError, UserError
 from vitpar.limits import MAX_BATCH_SIZE, MAX_IMAGE_SIZE
+from vitpar.planner.automatic import make_search, run_search
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import Price
+from vitpar.planner.profile.cluster import find_cluster
+from vitpar.planner.report.data import search_record, trace
+from vitpar.planner.report.page import page
+from vitpar.planner.report.tables import best_row
+from vitpar.planner.search.gains import gains
+from vitpar.planner.sources import unprofiled
+from vitpar.planner.training_time import training_time
+from vitpar.recipe import Recipe
 from vitpar.recipe.request import RecipeRequest
 from vitpar.recipe.sections.running import ParallelSection
+from vitpar.strategy import validate
+from vitpar.strategy.plan_json import write_plan
 from vitpar.terminal import complain
+from vitpar.training.optim.state_memory import moments
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import origin, refuse_undrawable, refuse_unwritable, write
-from vitpar_cli.profiled import MachineOptions, ReportFile, machine_options, numbers
-from vitpar_cli.search_request import SECONDS, SearchRequest, words
+from vitpar_cli.profiled import MachineOptions, ReportFile, machine_options, numbers, planned_recipe
+from vitpar_cli.search_view import SearchProgress, show, show_comparison
 
-if TYPE_CHECKING:
-    from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.cost.price import Price
+ROW_SECONDS = 2.0
+"""Default limit of a search for one row of a table, in seconds."""
 
 
 @o.shared(
@@ -91,59 +105,44 @@ def search(
     Example: vitpar search --cluster 8xH100,4x8xA100,8xL40S --model vit_large_patch16_224 --batch-size 1024,4096
     """
     cluster = machine.cluster
-    clusters = (cluster,) if cluster and os.path.isfile(cluster) else tuple(words(cluster or ""))
-    models = tuple(filter(None, map(o.own_model, words(model or ""))))
-    sizes = numbers(image_sizes, "--image-size", MAX_IMAGE_SIZE)
+    clusters = (cluster,) if cluster and os.path.isfile(cluster) else tuple(_words(cluster or ""))
+    models = tuple(filter(None, map(o.own_model, _words(model or "")))) or (None,)
+    sizes = numbers(image_sizes, "--image-size", MAX_IMAGE_SIZE) or (None,)
     batches = numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE)
     tabled = max(len(clusters), len(models), len(sizes)) > 1
     if tabled:
         _refuse_single({"--out": out, "--report": report, "--trace": trace_file}, bool(cluster))
-    machine.refuse_missing()
     refuse_unwritable(out, report, trace_file)
     refuse_undrawable(report)
+    left_out = frozenset(word.lstrip("+") for word in _words(without))
     limits: dict[str, Any] = {
         "ranks": ranks,
         "microbatches": numbers(microbatches, "--microbatches", MAX_BATCH_SIZE) or None,
-        "roles": words(roles),
-        "without": frozenset(word.lstrip("+") for word in words(without)),
+        "roles": _words(roles),
+        "without": left_out,
+        **({"seconds": seconds} if seconds else {}),
     }
-    request = SearchRequest(asked, limits, seconds)
-    merged = request.recipe(models[0] if models else None, sizes[0] if sizes else None)
-
-    from vitpar_cli.search_view import SearchProgress, show, show_comparison
-
+    merged = _recipe(asked, models[0], sizes[0])
     machines = [replace(machine, cluster=name) for name in clusters] or [machine]
-    wanted = models or (None,), sizes or (None,), machines, batches
+    wanted = asked, limits, models, sizes, machines, batches
     if tabled:
         with SearchProgress() as progress:
-            rows = list(request.table(*wanted, progress))
+            rows = list(_table(*wanted, progress))
         show_comparison(rows, as_json)
         return
-
-    from vitpar.planner.automatic import run_search
-    from vitpar.planner.report.data import search_record, trace
-    from vitpar.planner.report.page import page
-    from vitpar.planner.search.gains import gains
-    from vitpar.planner.sources import unprofiled
-    from vitpar.planner.training_time import training_time
-    from vitpar.strategy import validate
-    from vitpar.strategy.plan_json import write_plan
-    from vitpar.training.optim.state_memory import moments
-
-    images = batches or (merged.train.batch_size,)
     costs = machine.costs(merged, ranks)
-    searching, limit = request.search(merged, costs, images, SECONDS), machine.budget(costs)
-    state = moments(merged, costs.whole)
+    state, budget = moments(merged, costs.whole), machine.budget(costs)
+    searching = make_search(costs, batches or (merged.train.batch_size,), state, **limits)
     with SearchProgress() as progress:
-        result = run_search(searching, limit, progress)
+        result = run_search(searching, budget, progress)
         best = result.plans[0]
         found = search_record(
-            *(searching, result, limit, origin()),
-            train=_train_command(best, costs, out, request, model, bool(sizes)),
+            *(searching, result, budget, origin()),
+            train=_train_command(best, costs, out, asked, model, bool(image_sizes)),
             training=training_time(best, machine.length(merged, costs.hardware.ranks)),
-            gains=gains(result.plans, costs, limit, state, searching),
+            gains=gains(result.plans, costs, budget, state, searching),
         )
-        found["batch_sizes"] = list(request.table(*wanted, progress)) if len(images) > 1 else []
+        found["batch_sizes"] = list(_table(*wanted, progress)) if len(batches) > 1 else []
     if out is not None:
         write_plan(out, validate(best.plan, costs.config, best.batch_size))
     if report is not None:
@@ -153,11 +152,63 @@ def search(
     if as_json:
         typer.echo(json.dumps(found))
     else:
-        show(found, costs, (out, report, trace_file))
+        show(found, (out, report, trace_file))
         lacking = sorted(unprofiled(costs, searching.space.ranks))
         useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
-        if missing := [name for name in useful if not limits["without"] & {*name.split("+")}]:
+        if missing := [name for name in useful if not left_out & {*name.split("+")}]:
             complain(f"not searched, because the profiles lack it: {', '.join(missing)}")
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a comma-separated list such as `dp, tp`."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _recipe(asked: RecipeRequest, model: str | None, image_size: int | None) -> Recipe:
+    """Return the recipe with this model and image size; None for its own."""
+    return planned_recipe(asked | {"model.name": model, "model.image_size": image_size})
+
+
+def _table(
+    asked: RecipeRequest,
+    limits: Mapping[str, Any],
+    models: Sequence[str | None],
+    image_sizes: Sequence[int | None],
+    machines: Sequence[MachineOptions],
+    batch_sizes: Sequence[int],
+    progress: SearchProgress,
+) -> Iterator[dict[str, Any]]:
+    """Yield the best plan of each combination, or why it has none.
+
+    limits: parameters of ``vitpar.planner.automatic.make_search``.
+    batch_sizes: none for the recipe's.
+
+    Raises UserError for names and options that no combination could use.
+    """
+    names = [find_cluster(one.cluster).name if one.cluster else "" for one in machines]
+    for model in models:
+        _recipe(asked, model, None).config(1)  # refuses unknown names
+    combinations = list(product(models, image_sizes, zip(machines, names, strict=True)))
+    for number, (model, image_size, (machine, name)) in enumerate(combinations):
+        recipe, costs, why = _recipe(asked, model, image_size), None, ""
+        place = recipe.model.name, image_size or recipe.model.image_size or 0, name
+        try:
+            costs = machine.costs(recipe, limits["ranks"])
+            place = costs.config.name, costs.config.image_size, costs.hardware.name
+        except UserError as error:
+            why = str(error)
+        sizes = batch_sizes or (recipe.train.batch_size,)
+        for done, batch_size in enumerate(sizes, start=number * len(sizes) + 1):
+            where = dict(zip(("model", "image_size", "cluster"), place, strict=True)) | {"batch_size": batch_size}
+            if costs is None:
+                yield where | {"why": why}
+                continue
+            total, size = len(combinations) * len(sizes), f"{place[1]} pixels on {place[2]}"
+            progress.about = f"{done} of {total}: {place[0]}, {size}, batch {batch_size:,}"
+            state = moments(recipe, costs.whole)
+            searching = make_search(costs, (batch_size,), state, **{"seconds": ROW_SECONDS, **limits})
+            length = machine.length(recipe, costs.hardware.ranks)
+            yield best_row(where, searching, machine.budget(costs), length, progress)
 
 
 def _refuse_single(files: Mapping[str, Path | None], cluster: bool) -> None:
@@ -180,7 +231,7 @@ def _refuse_single(files: Mapping[str, Path | None], cluster: bool) -> None:
 
 
 def _train_command(
-    best: "Price", costs: "LayerCosts", out: Path | None, request: SearchRequest, model: str | None, resized: bool
+    best: Price, costs: LayerCosts, out: Path | None, asked: RecipeRequest, model: str | None, resized: bool
 ) -> str:
     """Return the command that trains with the best plan.
 
@@ -195,7 +246,6 @@ def _train_command(
             command += [f"--{name.replace('_', '-')}", text]
     command += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
     given = {"model.name": model, "model.image_size": costs.config.image_size if resized else None}
-    asked = request.asked | given
-    command += o.words(asked, without=("train.precision",))
+    command += o.words(asked | given, without=("train.precision",))
     needed = asked.path is None and not asked.names_data and (model or asked.value("task.name"))
     return shlex.join(command) + (" --data DIR" if needed else "")

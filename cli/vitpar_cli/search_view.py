@@ -3,18 +3,30 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from vitpar.planner.cost.memory import PARTS
+from vitpar.planner.cost.price import Price, schedule_words
+from vitpar.planner.report.data import (
+    COLUMNS,
+    certainty,
+    figures,
+    gain_table,
+    noise_words,
+    plan_of,
+    remarks,
+    speed_words,
+    why_words,
+)
+from vitpar.planner.report.tables import comparison_notes, comparison_table
+from vitpar.planner.search.gains import PURPOSES
+from vitpar.planner.training_time import hours_name, training_rows
 from vitpar.text import count, either, size
 from vitpar_cli.outputs import Status, origin, origin_words, print_words
-
-if TYPE_CHECKING:
-    from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.cost.price import Price
 
 Record = Mapping[str, Any]
 """A result, or a part of one, as JSON."""
@@ -30,25 +42,21 @@ class SearchProgress(Status):
     about = ""
     """Row of a table that is searched for, shown instead of the numbers of plans."""
 
-    def __call__(self, done: int, total: int, best: "Price | None") -> None:
+    def __call__(self, done: int, total: int, best: Price | None) -> None:
         best_so_far = f", best so far {best.images_per_second:,.0f} samples/s" if best else ""
         self.tell(self.about or f"{done} of {total} kinds of plans{best_so_far}")
 
 
-def show(found: Record, costs: "LayerCosts", written: Sequence[Path | None]) -> None:
+def show(found: Record, written: Sequence[Path | None]) -> None:
     """Print the best plan, its costs, what would help, other plans, why obvious ones are worse, and the files written.
 
-    found: result of ``vitpar.planner.report.data.search_record``, by `costs`.
+    found: result of ``vitpar.planner.report.data.search_record``.
     """
-    from vitpar.planner.report.data import gain_table, noise_words
-    from vitpar.planner.report.tables import comparison_table
-    from vitpar.planner.training_time import hours_name
-
     console, plans = Console(highlight=False), found["plans"]
-    _show_best(console, found, costs)
+    _show_best(console, found)
     print_plans(console, "what would help", *gain_table(found["what_would_help"], plans[0]))
     rows = found["batch_sizes"]
-    print_plans(console, "best plan for each batch size", *comparison_table(rows, hours_name(costs.hardware)))
+    print_plans(console, "best plan for each batch size", *comparison_table(rows, hours_name(found["device_type"])))
     _print_prices(console, "next best", plans[1 : 1 + SHOWN], plans[0])
     _print_prices(console, "with less memory", found["frontier"][1:], plans[0])
     _show_reasons(console, found)
@@ -62,8 +70,6 @@ def show(found: Record, costs: "LayerCosts", written: Sequence[Path | None]) -> 
 
 def show_comparison(rows: Sequence[Record], as_json: bool) -> None:
     """Print the best plan of each combination, as a table for each model and image size or as JSON."""
-    from vitpar.planner.report.tables import comparison_notes, comparison_table
-
     notes = comparison_notes(rows)
     if as_json:
         typer.echo(json.dumps(origin() | {"notes": notes, "rows": rows}))
@@ -78,40 +84,32 @@ def show_comparison(rows: Sequence[Record], as_json: bool) -> None:
         print_plans(console, setup, *comparison_table(mine, "GPU-hours"))
 
 
-def show_choice(found: Record, costs: "LayerCosts") -> None:
+def show_choice(found: Record) -> None:
     """Print the best plan, its costs and why obvious plans are worse, before a training run uses the plan."""
     console = Console(highlight=False)
-    _show_best(console, found, costs)
+    _show_best(console, found)
     _show_reasons(console, found)
     console.print()
 
 
-def show_prediction(found: Record, costs: "LayerCosts") -> None:
+def show_prediction(found: Record) -> None:
     """Print the predicted speed, time and memory of a plan, and whether it fits into memory."""
-    from vitpar.planner.cost.memory import Memory
-    from vitpar.planner.out_of_memory import less_memory
-    from vitpar.planner.report.data import gain_table, plan_of
-
     console, plan, budget = Console(highlight=False), plan_of(found), found["memory_budget_bytes"]
     console.print()
-    print_words(console, f"predicted for {model_words(costs, count(plan.world_size, 'rank'))}", "bold")
+    print_words(console, f"predicted for {model_words(found, count(plan.world_size, 'rank'))}", "bold")
     fits = "yes"
     if not found["fits"]:
-        fullest = Memory(**{name: part for name, part in _fullest(found).items() if name != "total"})
-        ways = less_memory(fullest, costs.config, plan, found["batch_size"], found["precision"])
-        fits = f"no: {size(found['memory_bytes'] - budget)} too much; use {either(ways)}"
-    _print_figures(console, found, found, costs, [], [("fits", fits)])
+        fits = f"no: {size(found['memory_bytes'] - budget)} too much; use {either(found['less_memory'])}"
+    _print_figures(console, found, found, [], [("fits", fits)])
     print_plans(console, "what would help", *gain_table(found["what_would_help"], found))
 
 
-def _show_best(console: Console, found: Record, costs: "LayerCosts") -> None:
+def _show_best(console: Console, found: Record) -> None:
     """Print the best plan, the source of its figures, and its costs."""
-    from vitpar.planner.report.data import certainty, plan_of
-
     best, looked = found["plans"][0], found["looked_at"]
     plan = plan_of(best)
     console.print(f"[bold]{plan}[/bold]", soft_wrap=True)
-    print_words(console, model_words(costs, count(plan.world_size, "rank")))
+    print_words(console, model_words(found, count(plan.world_size, "rank")))
     pipeline = ""
     if plan.pipeline_degree > 1:
         blocks = "" if isinstance(plan.split, str) else f", blocks per stage {','.join(map(str, plan.split))}"
@@ -119,22 +117,17 @@ def _show_best(console: Console, found: Record, costs: "LayerCosts") -> None:
     how = f"{count(looked['strategies'], 'strategy')}, {count(looked['priced'], 'plan')} priced"
     searched = f"{found['search_seconds']:.2f} s, {how}: {certainty(found)}"
     about = [("plan", f"{count(plan.microbatches or 1, 'micro-batch')}{pipeline}")]
-    _print_figures(console, found, best, costs, about, [("searched", searched)])
+    _print_figures(console, found, best, about, [("searched", searched)])
 
 
-def _print_figures(
-    console: Console, found: Record, record: Record, costs: "LayerCosts", about: Sequence[Row], last: Sequence[Row]
-) -> None:
+def _print_figures(console: Console, found: Record, record: Record, about: Sequence[Row], last: Sequence[Row]) -> None:
     """Print the origin of a result, the speed, time and memory of one of its plans, and notes on these figures.
 
     about, last: rows before those of a step's time and memory, and behind them.
     """
-    from vitpar.planner.report.data import remarks, speed_words
-    from vitpar.planner.training_time import hours_name, training_rows
-
     print_origin(console, found)
     memory = f"{size(record['memory_bytes'])} of {size(found['memory_budget_bytes'])}: {_memory(record)}"
-    length = training_rows(found["training"], hours_name(costs.hardware))
+    length = training_rows(found["training"], hours_name(found["device_type"]))
     rows = [("speed", speed_words(record)), *length, *about, ("time", _parts(record)), ("memory", memory), *last]
     print_rows(console, rows)
     for note in remarks(found["notes"], found["training"], record):
@@ -148,8 +141,6 @@ def print_rows(console: Console, rows: Sequence[Row]) -> None:
 
 
 def _show_reasons(console: Console, found: Record) -> None:
-    from vitpar.planner.report.data import why_words
-
     console.print("\nwhy not")
     for reason in found["why_not"]:
         print_words(console, f"  {reason['strategy']:<14} {why_words(reason, found)}", indent=17)
@@ -160,8 +151,6 @@ def _parts(record: Record) -> str:
 
     Purposes and parts that take less than 1 % are left out.
     """
-    from vitpar.planner.search.gains import PURPOSES
-
     words, time = [], record["step_breakdown_seconds"]
     for purpose, share in record["step_shares"].items():
         parts = sorted(
@@ -173,22 +162,13 @@ def _parts(record: Record) -> str:
     return ", ".join(words)
 
 
-def _fullest(record: Record) -> dict[str, Any]:
-    return max(record["memory_breakdown_bytes"], key=lambda memory: memory["total"])
-
-
 def _memory(record: Record) -> str:
-    from vitpar.planner.cost.memory import PARTS
-
-    fullest = _fullest(record)
+    fullest = max(record["memory_breakdown_bytes"], key=lambda memory: memory["total"])
     parts = sorted(((fullest[name], name) for name in PARTS), reverse=True)
     return ", ".join(f"{name} {size(part)}" for part, name in parts if part >= 0.01 * fullest["total"])
 
 
 def _print_prices(console: Console, title: str, records: Sequence[Record], best: Record) -> None:
-    from vitpar.planner.cost.price import schedule_words
-    from vitpar.planner.report.data import COLUMNS, figures, plan_of
-
     rows = [(*figures(one, best), f"{one['strategy']}{schedule_words(plan_of(one))}") for one in records]
     print_plans(console, title, COLUMNS, rows)
 
@@ -217,13 +197,14 @@ def print_plans(
         console.print(f"{start}\n      {plan}" if below else f"{start}  {plan}", markup=False, soft_wrap=True)
 
 
-def model_words(costs: "LayerCosts", ranks: str) -> str:
+def model_words(found: Record, ranks: str) -> str:
     """Return text such as `vit_huge_patch14_224 in bf16 on 8 ranks of NVIDIA H100 SXM 80GB`.
 
+    found: has the fields of ``vitpar.planner.report.data.origin_to_json``.
     ranks: number of ranks, in words.
     """
-    compiled = ", compiled" if costs.model.compiled else ""
-    return f"{costs.config.name} in {costs.model.precision}{compiled} on {ranks} of {costs.hardware.device_name}"
+    compiled = ", compiled" if found["compiled"] else ""
+    return f"{found['model']} in {found['precision']}{compiled} on {ranks} of {found['device']}"
 
 
 def print_origin(console: Console, found: Record) -> None:

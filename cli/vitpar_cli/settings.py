@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 
+from vitpar.recipe import reference
 from vitpar_cli import recipe_options as o
 
 
@@ -21,8 +22,6 @@ def settings(
 
     Example: vitpar settings train.precision
     """
-    from vitpar.recipe import reference
-
     listed = list(reference.settings()) if key is None else reference.find(key)
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in listed]))

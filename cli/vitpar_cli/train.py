@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from vitpar.launch import find_world
-from vitpar.launch.stop_request import stop_at_once
+from vitpar.launch.stop_request import SAVED, stop_at_once
+from vitpar.planner.out_of_memory import explain_memory, memory_warning
 from vitpar.recipe.request import RecipeRequest
 from vitpar.recipe.sections.input import TEXT
+from vitpar.training.events import Reporter
+from vitpar.training.prepare import Prepared, prepare
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
 from vitpar_cli.outputs import local_weights
@@ -24,8 +27,6 @@ from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
-
-    from vitpar.training.prepare import Prepared
 
 SEARCHED = "Search of the plan, with --mesh auto"
 """Heading in `--help` of the options for --mesh auto."""
@@ -99,8 +100,6 @@ def train(
     if not dry_run:
         stop_at_once()
         outlive_reader()  # log.txt of the run has what it prints
-    from vitpar.training.prepare import prepare
-
     plans = PlanChooser(machine, ranks, quiet=as_json)
     run = prepare(
         asked,
@@ -122,13 +121,10 @@ def train(
         run_in_world(ranks, where, _train, run, as_json, quiet, sys.argv, saves=True, store=plans.store)
 
 
-def _train(device: "torch.device", run: "Prepared", as_json: bool, quiet: bool, command: list[str]) -> int:
+def _train(device: "torch.device", run: Prepared, as_json: bool, quiet: bool, command: list[str]) -> int:
     """Train the rank of `device`, and return the exit code."""
     import torch.distributed as dist
 
-    from vitpar.launch.stop_request import SAVED
-    from vitpar.planner.out_of_memory import explain_memory, memory_warning
-    from vitpar.training.events import Reporter
     from vitpar.training.faults.watchdog import Watchdog
     from vitpar.training.trainer import Trainer
     from vitpar_cli.progress import ConsoleReporter

@@ -4,32 +4,36 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from vitpar.errors import PlannerError
 from vitpar.io import read_json
+from vitpar.launch import World
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
+from vitpar.models import ModelConfig
+from vitpar.planner.cost.layer import LayerCosts
+from vitpar.planner.cost.price import Price, price
+from vitpar.planner.report.data import duration, origin_to_json, plan_of, title_of
+from vitpar.planner.report.uncertainty import uncertainty
+from vitpar.recipe import Recipe
 from vitpar.recipe.request import RecipeRequest
+from vitpar.strategy import Plan, parse
+from vitpar.strategy import validate as validated
+from vitpar.strategy.plan_json import read_plan
+from vitpar.strategy.support import refuse_clashes
 from vitpar.terminal import complain
 from vitpar.text import count, shown, size
+from vitpar.training.optim.state_memory import moments
 from vitpar.training.ranks import resolve
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
 from vitpar_cli.profiled import MachineOptions, machine_options, planned_recipe
 from vitpar_cli.search_view import model_words, print_origin, print_plans, print_rows
 from vitpar_cli.world import run_ranks
-
-if TYPE_CHECKING:
-    from vitpar.launch import World
-    from vitpar.models import ModelConfig
-    from vitpar.planner.cost.layer import LayerCosts
-    from vitpar.planner.cost.price import Price
-    from vitpar.recipe import Recipe
-    from vitpar.strategy import Plan
 
 
 @o.shared(asked=o.recipe(*o.SUBJECT, "batch_size"), machine=machine_options("hardware", "model_profile"))
@@ -68,10 +72,7 @@ def validate(
 
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """
-    from vitpar.planner.cost.price import price
     from vitpar.planner.measure.steps import example_plans
-    from vitpar.strategy.support import refuse_clashes
-    from vitpar.training.optim.state_memory import moments
 
     files = any(text.endswith(".json") for text in plans or ())
     if microbatches is not None and (files or not plans):
@@ -95,22 +96,21 @@ def validate(
             f"no example plan fits a batch of {images} on {count(ranks, 'rank')}: give plans, or another --batch-size"
         )
     prices = [price(plan, costs, images, moments(merged, costs.whole)) for plan in chosen]
-    earlier = _rows_of(out, costs) if resume and out is not None else []
+    earlier = _rows_of(out, costs) if resume and out is not None else None
     resolve(chosen[0], device_type)  # refuses more ranks than the launcher or the GPUs provide
     run_ranks(
         *(ranks, _validate),
-        *(device_type, seconds, merged, costs, chosen, prices, earlier if resume else None, out, corrected, as_json),
+        *(device_type, seconds, merged, costs, prices, earlier, out, corrected, as_json),
     )
 
 
 def _validate(
-    world: "World",
+    world: World,
     device_type: Device,
     seconds: float,
-    recipe: "Recipe",
-    costs: "LayerCosts",
-    plans: "list[Plan]",
-    prices: "list[Price]",
+    recipe: Recipe,
+    costs: LayerCosts,
+    prices: list[Price],
     earlier: list[dict] | None,
     out: Path | None,
     corrected: tuple[Path, Path] | None,
@@ -122,26 +122,31 @@ def _validate(
     corrected: files for the corrected profiles; None for none.
     """
     from vitpar.planner.measure.clock import load_share
-    from vitpar.planner.measure.steps import PlanRunner, Training
+    from vitpar.planner.measure.steps import Measured, PlanRunner, Training
     from vitpar.planner.report.accuracy import accuracy, correction, measured_before, measured_row
-    from vitpar.planner.report.data import origin_to_json
 
-    profile = costs.model
+    profile, plans = costs.model, [one.plan for one in prices]
     runner = PlanRunner(world, device_type, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
     training = Training(recipe.model_copy(update={"train": recipe.train.model_copy(update=profiled)}), costs.whole)
     load, progress = load_share(), ProgressLines()  # load is read before our own processes run
+    favourite = min(range(len(prices)), key=lambda index: prices[index].seconds)
     about = {**origin_to_json(origin(), costs), "batch_size": prices[0].batch_size}
+    about["uncertainty"] = uncertainty(prices[favourite], costs)
     known = measured_before(prices, runner.agree(earlier)) if earlier is not None else []
-    rows = [measured_row(one, done, profile.pace, one.mfu(costs)) for one, done in zip(prices, known, strict=False)]
+
+    def row(index: int, measured: Measured) -> dict[str, Any]:
+        return measured_row(prices[index], measured, profile.pace, prices[index].mfu(costs))
+
+    rows = [row(*pair) for pair in enumerate(known)]
 
     def found() -> dict[str, Any]:
         return about | accuracy(rows, profile.pace, load) | {"rows": rows}
 
-    favourite, begun = min(range(len(prices)), key=lambda index: prices[index].seconds), sum(len(m.runs) for m in known)
+    begun = sum(len(one.runs) for one in known)
     for run, (index, measured) in enumerate(runner.measure(training, plans, favourite, known), start=begun + 1):
         # Appends in the first run of a plan, replaces in later ones.
-        rows[index : index + 1] = [measured_row(prices[index], measured, profile.pace, prices[index].mfu(costs))]
+        rows[index : index + 1] = [row(index, measured)]
         if world.rank == 0:
             if out is not None:
                 write(out, json.dumps(found(), indent=1) + "\n")
@@ -152,17 +157,15 @@ def _validate(
             for better, file in zip(factors.of(costs.hardware, profile), corrected, strict=True):
                 better.save(file)
             complain(f"corrected profiles written to {corrected[0].parent}: {factors}")
-        print(json.dumps(found())) if as_json else _show(found(), prices, costs)
+        print(json.dumps(found())) if as_json else _show(found())
     return 0
 
 
-def _rows_of(out: Path, costs: "LayerCosts") -> list[dict]:
+def _rows_of(out: Path, costs: LayerCosts) -> list[dict]:
     """Return the rows of a validation in progress; none if there is no file yet.
 
     Raises PlannerError if it cannot be read, or is of other profiles.
     """
-    from vitpar.planner.report.data import origin_to_json
-
     try:
         content = read_json(out)
     except FileNotFoundError:
@@ -193,11 +196,7 @@ def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) ->
     return files
 
 
-def _plan(text: str, config: "ModelConfig", batch_size: int, ranks: int, microbatches: int | None) -> "Plan":
-    from vitpar.strategy import parse
-    from vitpar.strategy import validate as validated
-    from vitpar.strategy.plan_json import read_plan
-
+def _plan(text: str, config: ModelConfig, batch_size: int, ranks: int, microbatches: int | None) -> Plan:
     plan = read_plan(text) if text.endswith(".json") else replace(parse(text), microbatches=microbatches)
     plan = plan.resolve(ranks) if plan.is_open else plan
     if plan.world_size != ranks:
@@ -212,33 +211,28 @@ COLUMNS = ("predicted", "measured", "error", "predicted", "measured", "error")
 """Headings of the table: three for time, then three for memory."""
 
 
-def _show(found: dict[str, Any], prices: "list[Price]", costs: "LayerCosts") -> None:
-    """Print a validation. prices: of its rows."""
-    from vitpar.planner.cost.price import plan_title
+def _show(found: dict[str, Any]) -> None:
+    """Print a validation."""
     from vitpar.planner.report.accuracy import BUSY, fullest, memory_error, time_error
-    from vitpar.planner.report.data import duration
-    from vitpar.planner.report.uncertainty import uncertainty
 
     def off(name: str) -> str:
         return "{mean:.1%} off on average, {largest:.1%} at most".format_map(found[name])
 
-    console = Console(highlight=False)
-    best = min(prices, key=lambda price: price.seconds)
-    ranks = count(best.plan.world_size, "rank")
-    console.print(f"[bold]{model_words(costs, ranks)}, batch {best.batch_size:,}[/bold]", soft_wrap=True)
+    console, rows = Console(highlight=False), sorted(found["rows"], key=lambda row: row["measured_seconds"])
+    best = min(found["rows"], key=lambda row: row["predicted_seconds"])
+    words = model_words(found, count(plan_of(best).world_size, "rank"))
+    console.print(f"[bold]{words}, batch {best['batch_size']:,}[/bold]", soft_wrap=True)
     print_origin(console, found)
-    rows = sorted(zip(prices, found["rows"], strict=True), key=lambda pair: pair[1]["measured_seconds"])
     lines = []
-    for price, row in rows:
+    for row in rows:
         most, error = fullest(row), memory_error(row)
         memory = ("", "") if most is None or error is None else (size(most), f"{error:+.1%}")
-        time = duration(price.seconds), duration(row["measured_seconds"]), f"{time_error(row):+.1%}"
-        lines.append((*time, size(price.memory_bytes), *memory, plan_title(price.plan)))
+        time = duration(row["predicted_seconds"]), duration(row["measured_seconds"]), f"{time_error(row):+.1%}"
+        lines.append((*time, size(row["predicted_memory_bytes"]), *memory, title_of(row)))
     print_plans(console, "time of a step, and memory of the fullest rank", COLUMNS, lines)
-    doubt, mfu = uncertainty(best, costs), best.mfu(costs)
     text = {"time": off("time_error")}
-    text |= {"expected": doubt["source"]} if doubt else {}
-    text |= {} if mfu is None else {"MFU": f"{mfu * 100:.1f} % predicted for the fastest"}
+    text |= {"expected": found["uncertainty"]["source"]} if found["uncertainty"] else {}
+    text |= {} if best["mfu"] is None else {"MFU": f"{best['mfu'] * 100:.1f} % predicted for the fastest"}
     text |= {"memory": off("memory_error")} if found["memory_error"] else {}
     text["order"] = (
         f"rank correlation {found['rank_correlation']:.3f}; the plan predicted to be fastest is "
@@ -255,7 +249,7 @@ def _show(found: dict[str, Any], prices: "list[Price]", costs: "LayerCosts") -> 
             f"repeated measurements of a plan differ by {repeat['mean']:.1%} on average, {repeat['largest']:.1%} at "
             "most: predictions cannot be checked more closely"
         )
-    share, seen = found["others_share"], any(run["others"] is not None for _, row in rows for run in row["runs"])
+    share, seen = found["others_share"], any(run["others"] is not None for row in rows for run in row["runs"])
     if seen:
         verdict = ": figures are not reliable" if share >= BUSY else ""
         text["others"] = f"other programs used {share:.0%} of the cores while plans were measured{verdict}"

@@ -26,7 +26,7 @@ from vitpar.tasks.image_data import open_split
 from vitpar.tasks.inputs import build_input
 from vitpar.training.build import TrainingComponents, build
 from vitpar_cli import bench_view
-from vitpar_cli.plan_words import percent
+from vitpar_cli.plan_view import percent
 
 Result = dict[str, Any]
 CPU = torch.device("cpu")

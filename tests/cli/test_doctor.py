@@ -10,7 +10,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import vitpar.doctor
 from helpers.paths import ROOT
 from vitpar.doctor import MINIMUM, collect, problems
 from vitpar_cli.doctor import doctor
@@ -36,7 +35,7 @@ HEALTHY: dict[str, Any] = {
 
 def run(monkeypatch: pytest.MonkeyPatch, report: dict[str, Any], *options: str):
     """Run `vitpar doctor` on a machine with the given report."""
-    monkeypatch.setattr(vitpar.doctor, "collect", lambda: copy.deepcopy(report))
+    monkeypatch.setattr("vitpar_cli.doctor.collect", lambda: copy.deepcopy(report))
     app = typer.Typer()
     app.command()(doctor)
     return CliRunner().invoke(app, list(options))

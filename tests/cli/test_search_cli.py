@@ -11,16 +11,16 @@ import pytest
 
 from helpers.command_line import printed
 from helpers.html_pages import Page, charts_of
+from helpers.planner_reports import costs_of
 from vitpar import __version__
 from vitpar.errors import DataError, PlannerError, UserError
-from vitpar.models import model_config
-from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure.steps import Measured
 from vitpar.planner.measure.steps import PlanSteps as Steps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.report.accuracy import accuracy, measured_row, spearman
+from vitpar.planner.report.data import origin_to_json
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.runs.pages import plotly
 from vitpar.strategy import parse
@@ -209,15 +209,13 @@ def test_progress_without_a_terminal_prints_occasional_lines(capsys: pytest.Capt
 def test_load_by_other_programs_is_reported(
     capsys: pytest.CaptureFixture[str], others: float | None, load: float, sentence: str | None
 ) -> None:
-    hardware = find_cluster("8xH100").hardware()
-    config = model_config("vit_small_patch16_224")
-    costs = LayerCosts(config, hardware, estimate_model(config, "bf16", hardware, ("tp1",)))
-    predicted = price(validated(parse("dp8"), config, 64), costs, 64)
+    costs = costs_of()
+    predicted = price(validated(parse("dp8"), costs.config, 64), costs, 64)
     measured = Measured((Steps((1.0,), (), others), Steps((1.1,), (), others)), (None,) * 8)
     rows = [measured_row(predicted, measured, 0.0)]
     found = accuracy(rows, load=load)
     assert found["others_share"] == (load if others is None else others)
-    show_accuracy(origin() | found | {"rows": rows}, [predicted], costs)
+    show_accuracy(origin_to_json(origin(), costs) | found | {"uncertainty": None, "rows": rows})
     words = capsys.readouterr().out
     assert "in bf16 on 8 ranks" in words and "batch 64" in words and f"vitpar {__version__}:" in words
     assert sentence in words if sentence else "cores" not in words

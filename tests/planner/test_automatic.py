@@ -1,7 +1,6 @@
 """`vitpar.search` from Python, and the recipe that trains a plan it found."""
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -76,10 +75,11 @@ def test_profile_with_other_layers_in_float8_is_refused(tmp_path: Path) -> None:
     files = tmp_path / "hardware.json", tmp_path / "model.json"
     costs.hardware.save(files[0])
     costs.model.save(files[1])
-    read = partial(profiled_costs, lambda _: SMALL, "fp8", True, *files)
-    assert read(fp8_min_features=0).model == costs.model
+    given = {"data.path": "x", "train.steps": 1, "train.precision": "fp8", "train.compile": True}
+    every = read_recipe(None, given | {"train.fp8_min_features": 0})
+    assert profiled_costs(every, lambda _: SMALL, *files).model == costs.model
     with pytest.raises(PlannerError, match=r"fp8_min_features 0 but the recipe has 576: profile the model again"):
-        read()
+        profiled_costs(read_recipe(None, given), lambda _: SMALL, *files)
 
 
 PLANS = (

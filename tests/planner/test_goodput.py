@@ -112,7 +112,7 @@ def test_days_and_device_hours_are_those_of_all_steps() -> None:
     assert found["seconds"] / 86_400 == pytest.approx(115_306 * 0.5 / 86_400)
     assert found["device_hours"] == pytest.approx(115_306 * 0.5 * 8 / 3600)
     assert "ImageNet-1k's 1,281,167 images are assumed" in found["assumed"]
-    words = times.training_words(found, "GPU-hours")
+    words = times.training_rows(found, "GPU-hours")[0][1]
     assert words.startswith("16.0 hours, 128 GPU-hours: 115,306 steps, 90 epochs of 1,281,167 samples")
     assert words.endswith("; input, evaluation and checkpoints not included")
     # Twice the batch: half the steps, as many images.
@@ -124,14 +124,14 @@ def test_steps_wait_for_the_input_of_their_machines(rate: float, devices: int, s
     length = times.training_length(recipe(train__steps=500), hosts=(rate, devices))
     found = times.training_time(priced(1000, 0.5), length)
     assert found["seconds"] == 500 * step and found["waiting"] == pytest.approx(1 - 0.5 / step)
-    assert times.training_words(found, "GPU-hours").endswith("; evaluation and checkpoints not included")
+    assert times.training_rows(found, "GPU-hours")[0][1].endswith("; evaluation and checkpoints not included")
     assert times.condition_words(found) == {"waiting": "50%" if step > 0.5 else "0%"}
 
 
 def test_length_in_steps_assumes_nothing() -> None:
     found = times.training_time(priced(1024, 2.0), times.training_length(recipe(train__steps=500)))
     assert (found["steps"], found["images"], found["seconds"], found["assumed"]) == (500, 512_000, 1000.0, "")
-    assert times.training_words(found, "GPU-hours").startswith(
+    assert times.training_rows(found, "GPU-hours")[0][1].startswith(
         "16.7 minutes, 2.22 GPU-hours: 500 steps, 512,000 samples"
     )
 

@@ -15,7 +15,7 @@ from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.report.data import plan_of
-from vitpar.planner.report.tables import Regime, best_on, images, with_efficiency
+from vitpar.planner.report.tables import Regime, best_row, images, with_efficiency
 from vitpar.planner.report.uncertainty import BANDS
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
@@ -30,11 +30,10 @@ def costs(ranks: int) -> LayerCosts:
 
 
 def points(regime: Regime, memory: float = 40e9) -> list[dict[str, Any]]:
-    found = []
-    for ranks in (1, 2, 4, 8):
-        batch = images(regime, 512, ranks, 8)
-        found.append(best_on(Search(Space(CONFIG, ranks, (batch,), "bf16"), costs(ranks)), memory))
-    return with_efficiency(found)
+    places = [{"ranks": ranks, "batch_size": images(regime, 512, ranks, 8)} for ranks in (1, 2, 4, 8)]
+    spaces = [Space(CONFIG, place["ranks"], (place["batch_size"],), "bf16") for place in places]
+    searches = [Search(space, costs(space.ranks)) for space in spaces]
+    return with_efficiency([best_row(place, one, memory) for place, one in zip(places, searches, strict=True)])
 
 
 def test_speed_grows_under_weak_and_strong_scaling() -> None:

@@ -20,7 +20,7 @@ from vitpar.planner.search.best import Progress, Search
 from vitpar.planner.search.ranking import SearchEffort
 from vitpar.planner.search.result import Result
 from vitpar.planner.search.space import FLAGS, ROLES, Space
-from vitpar.planner.sources import estimated_costs, known_flags, profiled_costs, usual_budget
+from vitpar.planner.sources import known_flags, profiled_costs, recipe_costs, usual_budget
 from vitpar.recipe import read_recipe
 from vitpar.sizes import parse_size
 from vitpar.strategy import SCHEDULES
@@ -70,13 +70,13 @@ def search(
     if cluster is not None and (hardware is not None or model_profile is not None):
         raise PlannerError("both a cluster and profiles are given: give one of the two")
     config = model_config(model, num_classes=1000) if isinstance(model, str) else model
-    settings = {"data.path": "unused", "train.steps": 1, "optimizer.name": optimizer, "train.freeze": freeze}
-    recipe = read_recipe(None, settings)
+    settings = {"data.path": "unused", "train.steps": 1, "train.precision": precision, "train.compile": compiled}
+    recipe = read_recipe(None, settings | {"optimizer.name": optimizer, "train.freeze": freeze})
     if cluster is None:
         machine, profile = (None if file is None else Path(file) for file in (hardware, model_profile))
-        costs = profiled_costs(lambda _: config, precision, compiled, machine, profile, recipe.frozen)
+        costs = profiled_costs(recipe, lambda _: config, machine, profile)
     else:
-        costs = estimated_costs(config, cluster, precision, compiled, ranks, recipe.frozen(config))
+        costs = recipe_costs(recipe, config, cluster, ranks)
     searching = make_search(
         costs,
         _several(batch_size, "batch_size"),

@@ -13,7 +13,7 @@ from vitpar.launch.resources import host_memory
 from vitpar.models.config import ModelConfig
 from vitpar.planner.cost.memory import PARTS, Memory
 from vitpar.planner.cost.price import price
-from vitpar.planner.sources import estimated_costs, planned_teacher
+from vitpar.planner.sources import recipe_costs
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan, batch_arithmetic, place_of_rank, validate
 from vitpar.tasks.image_data import held_bytes
@@ -67,21 +67,12 @@ def memory_of(recipe: Recipe, config: ModelConfig, plan: Plan, device_type: str)
 
     Raises PlannerError if the plan cannot be priced.
     """
-    train = recipe.train
     # Any cluster does: its rates only affect times.
-    costs = estimated_costs(
-        config,
-        f"{-(-plan.world_size // 8)}x8xH100",
-        train.precision,
-        compiled=False,
-        ranks=plan.world_size,
-        frozen=recipe.frozen(config),
-        teacher=planned_teacher(recipe, config),
-    )
+    costs = recipe_costs(recipe, config, f"{-(-plan.world_size // 8)}x8xH100", plan.world_size, compiled=False)
     if device_type == "cuda":
         with suppress(DataError):  # it is raised where the data are used
             costs.reserve(held_bytes(recipe, config))
-    return price(plan, costs, train.batch_size, moments(recipe, config)).memory
+    return price(plan, costs, recipe.train.batch_size, moments(recipe, config)).memory
 
 
 def refuse_impossible(recipe: Recipe, config: ModelConfig, plan: Plan, local_ranks: int) -> None:

@@ -43,32 +43,24 @@ def planned_teacher(recipe: Recipe, config: ModelConfig) -> PlannedTeacher | Non
     return PlannedTeacher(open_teacher(recipe, config)[1], recipe.distill)
 
 
-Frozen = Callable[[ModelConfig], frozenset[str]]
-"""Function of a configuration that returns the names of parameters that are not trained, such as ``Recipe.frozen``."""
-
-
 def profiled_costs(
+    recipe: Recipe,
     model: Callable[[int], ModelConfig],
-    precision: str = "auto",
-    compiled: bool | None = None,
     hardware_file: Path | None = None,
     model_file: Path | None = None,
-    frozen: Frozen = lambda config: frozenset(),
-    fp8_min_features: int = FP8_MIN_FEATURES,
-    teacher: Callable[[ModelConfig], PlannedTeacher | None] = lambda config: None,
 ) -> LayerCosts:
-    """Return the costs of a model on the machine that was profiled.
+    """Return the costs of a recipe's model on the machine that was profiled.
+
+    Automatic precision and compilation are what a training on such devices would choose.
 
     model: function of a number of classes that returns the model's shape; called with that of the profile
-    precision: name of the precision; "auto" for what a training on such devices would choose
-    compiled: whether blocks are compiled; None for the profile's setting on GPUs, False on CPUs
     hardware_file, model_file: profiles; None for hardware.json and model.json
-    frozen: function of a configuration that returns the names of the parameters that are not trained
-    fp8_min_features: smallest linear layers that multiply in float8, as in ``Execution``
-    teacher: function of a configuration that returns its teacher, or None
 
     Raises PlannerError if profiles and model differ in shape, precision, compilation or kind of device.
     """
+    train = recipe.train
+    precision: str = train.precision
+    compiled, fp8_min_features = train.compile, train.fp8_min_features
     hardware = Hardware.read(hardware_file or HARDWARE)
     path = model_file or MODEL
     profile = ModelProfile.read(path)
@@ -102,7 +94,7 @@ def profiled_costs(
             f"the model was profiled on {profile.device} but the hardware on {hardware.device}: "
             "profile both on the same machine"
         )
-    return LayerCosts(config, hardware, profile, frozen(config), teacher(config))
+    return LayerCosts(config, hardware, profile, recipe.frozen(config), planned_teacher(recipe, config))
 
 
 def estimated_costs(
@@ -142,6 +134,20 @@ def estimated_costs(
     if assumed:
         profile = profile.model_copy(update={"measured": profile.measured | {"assumed": f"precision {precision}"}})
     return LayerCosts(config, hardware, profile, frozen, teacher)
+
+
+def recipe_costs(
+    recipe: Recipe, config: ModelConfig, cluster: str, ranks: int | None = None, compiled: bool | None = None
+) -> LayerCosts:
+    """Return the costs of a recipe's model `config` as `estimated_costs` does.
+
+    compiled: whether blocks are compiled; None for the recipe's setting
+    """
+    train = recipe.train
+    return estimated_costs(
+        *(config, cluster, train.precision, train.compile if compiled is None else compiled, ranks),
+        *(recipe.frozen(config), train.fp8_min_features, planned_teacher(recipe, config)),
+    )
 
 
 def usual_budget(costs: LayerCosts) -> float:

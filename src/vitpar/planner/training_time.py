@@ -10,7 +10,6 @@ from typing import Any
 from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.goodput import Conditions, goodput
-from vitpar.planner.profile.profiles import Hardware
 from vitpar.planner.sources import estimated_costs, planned_teacher
 from vitpar.recipe.defaults import row_of
 from vitpar.recipe.recipe import Recipe
@@ -119,20 +118,6 @@ def gpu_hours(shipped: ShippedRecipe, images_per_second: float | None = None) ->
     return training_time(priced, TrainingLength(recipe, shipped.about.samples, hosts=hosts))["device_hours"]
 
 
-def training_words(training: Mapping[str, Any], hours: str) -> str:
-    """Return text such as `1.25 days, 240 GPU-hours: 375,342 steps, 300 epochs of 1,281,167 samples`.
-
-    training: result of `training_time`.
-    hours: name of device-hours
-    """
-    length, epochs = f"{training['images']:,} samples", training["epochs"]
-    if epochs is not None:
-        length = f"{epochs:g} epoch{'s' * (epochs != 1)} of {training['samples']:,} samples"
-    left_out = "evaluation and checkpoints" if training["input_rate"] else "input, evaluation and checkpoints"
-    words = f"{spent(training['seconds'])}, {figure(training['device_hours'])} {hours}"
-    return f"{words}: {training['steps']:,} steps, {length}; {left_out} not included"
-
-
 def condition_words(training: Mapping[str, Any]) -> dict[str, str]:
     """Return shares of waiting and useful time, days and cost by name, for a table; only what is known."""
     found = training["goodput"]
@@ -149,11 +134,19 @@ def condition_words(training: Mapping[str, Any]) -> dict[str, str]:
 def training_rows(training: Mapping[str, Any] | None, hours: str) -> list[tuple[str, str]]:
     """Return names and sentences on the duration, input, failures and cost; none for what is unknown.
 
+    Example: training, `1.25 days, 240 GPU-hours: 375,342 steps, 300 epochs of 1,281,167 samples; …`.
+
+    training: result of `training_time`.
     hours: name of device-hours
     """
     if training is None:
         return []
-    found, rows = training["goodput"], [("training", training_words(training, hours))]
+    length, epochs = f"{training['images']:,} samples", training["epochs"]
+    if epochs is not None:
+        length = f"{epochs:g} epoch{'s' * (epochs != 1)} of {training['samples']:,} samples"
+    left_out = "evaluation and checkpoints" if training["input_rate"] else "input, evaluation and checkpoints"
+    words = f"{spent(training['seconds'])}, {figure(training['device_hours'])} {hours}: {training['steps']:,} steps"
+    found, rows = training["goodput"], [("training", f"{words}, {length}; {left_out} not included")]
     if (rate := training["input_rate"]) is not None:
         share = training["waiting"]
         waiting = f"devices wait {share:.0%} of the time" if share else "as many as the devices need"
@@ -176,9 +169,9 @@ def training_rows(training: Mapping[str, Any] | None, hours: str) -> list[tuple[
     return rows
 
 
-def hours_name(hardware: Hardware) -> str:
+def hours_name(device_type: str) -> str:
     """Return the name of device-hours: GPU-hours, or rank-hours on CPUs."""
-    return "GPU-hours" if hardware.device == "cuda" else "rank-hours"
+    return "GPU-hours" if device_type == "cuda" else "rank-hours"
 
 
 def hours(number: float) -> str:

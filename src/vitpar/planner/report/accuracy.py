@@ -17,6 +17,7 @@ from vitpar.errors import PlannerError
 from vitpar.planner.cost.price import Price
 from vitpar.planner.measure.steps import Measured, PlanSteps
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
+from vitpar.strategy.plan_json import plan_to_json
 from vitpar.text import shown
 
 COMPUTING = ("forward", "backward", "teacher", "optimizer", "uneven", "other")
@@ -55,6 +56,7 @@ def measured_row(price: Price, measured: Measured, pace: float, mfu: float | Non
         "measured_memory_bytes": list(measured.memory),
         "predicted_breakdown_seconds": dict(price.time),
         "mfu": mfu,
+        "plan": plan_to_json(plan),
     }
 
 

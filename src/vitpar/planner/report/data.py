@@ -46,6 +46,7 @@ def origin_to_json(origin: Record, costs: LayerCosts) -> dict[str, Any]:
         "compiled": costs.model.compiled,
         "hardware": costs.hardware.name,
         "device": costs.hardware.device_name,
+        "device_type": costs.hardware.device,
         "notes": list(provenance(costs.hardware, costs.model)),
     }
 

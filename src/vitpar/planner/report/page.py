@@ -30,7 +30,7 @@ from vitpar.planner.report.tables import COLUMN_WORDS, WORDS, comparison_table, 
 from vitpar.planner.report.timeline import messages, timeline
 from vitpar.planner.search.gains import with_links
 from vitpar.planner.search.ranking import form
-from vitpar.planner.training_time import hours_name, training_words
+from vitpar.planner.training_time import hours_name, training_rows
 from vitpar.runs.pages import figures as f
 from vitpar.runs.pages.document import facts, table
 from vitpar.runs.pages.maps import placement
@@ -56,12 +56,12 @@ def page(found: Record, costs: LayerCosts, moments: float) -> str:
     moments: bytes of optimizer state per byte of parameters.
     """
     best, looked, charts = found["plans"][0], found["looked_at"], Charts()
-    title, hours = f"{title_of(best)}, batch {best['batch_size']:,}", hours_name(costs.hardware)
+    title, hours = f"{title_of(best)}, batch {best['batch_size']:,}", hours_name(found["device_type"])
     noise = noise_words(best)
     parts = [
         f"<h1>{escape(costs.config.name)}: <code>{escape(best['strategy'])}</code>"
         f"<small>{escape(title.removeprefix(best['strategy']))}</small></h1>",
-        _facts(found, costs),
+        _facts(found),
         f"<h2>Train it</h2><pre>{escape(found['train'])}</pre>" if found["train"] else "",
         "<h2>Speed and memory</h2>",
         _speed_and_memory(found, charts),
@@ -87,15 +87,15 @@ def page(found: Record, costs: LayerCosts, moments: float) -> str:
     return charts.page(f"vitpar search: {title}", parts)
 
 
-def _facts(found: Record, costs: LayerCosts) -> str:
+def _facts(found: Record) -> str:
     """Return the table of facts about the best plan."""
     best, training, budget = found["plans"][0], found["training"], found["memory_budget_bytes"]
     notes = remarks(found["notes"] or ("measured",), training, best)
-    duration = {"training": escape(training_words(training, hours_name(costs.hardware)))} if training else {}
+    length = training_rows(training, hours_name(found["device_type"]))
     return facts(
         {
             "speed": escape(speed_words(best)),
-            **duration,
+            **{name: escape(words) for name, words in length},
             "memory": escape(f"{size(best['memory_bytes'])} on the fullest rank, of {size(budget)} allowed"),
             **_source(found, plan_of(best).world_size),
             "figures": "<br>".join(map(escape, notes)),

@@ -24,20 +24,25 @@ COLUMN_WORDS = (
 """Meaning of columns of `scaling_table`."""
 
 
-def compared(
-    where: Record, searching: Search, budget: float, length: TrainingLength, progress: Progress
+def best_row(
+    where: Record,
+    searching: Search,
+    budget: float,
+    length: TrainingLength | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Search the best plan of a combination, and return it as a row; `why` is the reason where there is no plan.
+    """Return the best plan of a search as a row of a table; `why` is the reason where there is no plan.
 
-    where: model, image size, cluster and batch size.
-    searching: search over its plans
+    where: first fields of the row, such as model and cluster.
+    searching: search over plans of one batch size
     budget: bytes of memory per rank
+    length: of the complete training; None leaves its duration out
     """
     try:
-        best = run_search(searching, budget, progress, most=0).plans[0]
+        found = run_search(searching, budget, progress, most=0)
     except PlannerError as error:
         return {**where, "why": str(error)}
-    costs = searching.costs
+    best, costs = found.plans[0], searching.costs
     return {
         **where,
         "device": costs.hardware.device_name,
@@ -45,7 +50,8 @@ def compared(
         "precision": costs.model.precision,
         "notes": list(provenance(costs.hardware, costs.model)),
         "memory_budget_bytes": budget,
-        "training": training_time(best, length),
+        "at_most_better_by": found.gap,
+        **({"training": training_time(best, length)} if length else {}),
         **plan_record(best, costs),
     }
 
@@ -121,22 +127,6 @@ def images(regime: Regime, batch_size: int, ranks: int, most: int) -> int:
             f"--batch-size divisible by {most}"
         )
     return batch_size * ranks // most
-
-
-def best_on(searching: Search, budget: float, length: TrainingLength | None = None) -> dict[str, Any]:
-    """Return the best plan of a search; one without a `plan` if none fits, see `with_efficiency`.
-
-    searching: search over plans of one batch size.
-    budget: bytes of memory per device
-    length: of the complete training, under the conditions of the cluster; None if these are unknown
-    """
-    space, found = searching.space, searching.best(budget)
-    where = {"ranks": space.ranks, "batch_size": space.batch_sizes[0], "efficiency": None}
-    if not found.plans:
-        return where
-    best = found.plans[0]
-    training = {"training": training_time(best, length)} if length else {}
-    return {**where, "at_most_better_by": found.gap, **plan_record(best, searching.costs), **training}
 
 
 def with_efficiency(points: Sequence[Record]) -> list[dict[str, Any]]:

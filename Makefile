@@ -88,7 +88,7 @@ test-clusters: $(READY)  ## Real launchers on two hosts in this machine: OpenMPI
 	tests/clusters/install.sh
 	$(BIN)/python -m pytest -m clusters -rpsfE --no-fold-skipped tests/clusters
 
-soak: $(READY)   ## Hours of tests: 200 faults, searches on 200 clusters, all plans, the complete support matrix, random layerwise plans
+soak: $(READY)   ## Hours of tests: searches on 200 clusters, all plans, the complete support matrix, random layerwise plans
 	$(BIN)/python -m pytest --hypothesis-profile many -m soak tests
 	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/parallel/test_layerwise.py -k random
 

@@ -9,26 +9,11 @@ from typing import Any
 
 from helpers.trained import recipe_text
 
-_LENGTHS: dict[str, Any] = {
+RECIPE = recipe_text(
+    **{"model.drop_path": 0.1, "model.dropout": 0.1, "augment.policy": "3a", "augment.mixup": 0.8},
     **{"data.path": "data", "optimizer.lr": 1e-3, "train.steps": 40, "train.batch_size": 8, "train.log_every": 1},
     **{"train.eval_every": 10, "train.ema_decay": 0.9, "checkpoint.every": 6},
-}
-RECIPE = recipe_text(
-    **{"model.drop_path": 0.1, "model.dropout": 0.1, "augment.policy": "3a", "augment.mixup": 0.8}, **_LENGTHS
 )
-RECIPES = {
-    "classify": RECIPE,
-    "mae": recipe_text(
-        **{"task.name": "mae", "model.name": "mae_custom", "model.init": None, "model.options.decoder_embed_dim": 16},
-        **{"model.options.decoder_depth": 2, "model.options.decoder_num_heads": 4},
-        **_LENGTHS,
-    ),
-    "mlm": recipe_text(
-        **{"task.name": "mlm", "model.name": "bert_custom", "model.image_size": None, "model.patch_size": None},
-        **{"model.init": None, "model.dropout": 0.1, **_LENGTHS, "data.path": "text"},
-    ),
-}
-"""Recipes by task. Each reads the folder `data`, or `text`."""
 
 
 def rows(folder: Path) -> dict[tuple[str, int], dict[str, Any]]:

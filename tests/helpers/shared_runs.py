@@ -9,9 +9,7 @@ import pytest
 from helpers import killed_runs
 from helpers.command_line import run
 from helpers.small_data import pack_small
-from helpers.tiny_text import documents
 from helpers.trained import recipe_text
-from vitpar.data.text.pack import pack_text
 
 SMALL = recipe_text(
     **{"model.num_heads": 2, "model.drop_path": 0.1, "optimizer.lr": 0.01, "train.steps": 4, "train.batch_size": 8},
@@ -23,7 +21,7 @@ SMALL = recipe_text(
         "data.std": [0.2, 0.3, 0.4],
     },
 )
-RECIPES = {"small": SMALL, **{f"uninterrupted {task}": recipe for task, recipe in killed_runs.RECIPES.items()}}
+RECIPES = {"small": SMALL, "uninterrupted": killed_runs.RECIPE}
 
 
 def shared_run(name: str, factory: pytest.TempPathFactory) -> Path:
@@ -37,9 +35,6 @@ def shared_run(name: str, factory: pytest.TempPathFactory) -> Path:
         if not (base / name).exists():
             folder = factory.mktemp(name)
             pack_small(folder).rename(folder / "data")
-            if 'path = "text"' in RECIPES[name]:
-                (folder / "source" / "lines.txt").write_text("\n".join(documents(120)))
-                pack_text(folder / "source" / "lines.txt", folder / "text", 20, documents="line")
             (folder / "recipe.toml").write_text(RECIPES[name])
             done = run(folder, ("train", "--recipe", "recipe.toml", "--run-dir", "run"))
             assert done.returncode == 0, done.stderr

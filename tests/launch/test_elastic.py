@@ -62,7 +62,7 @@ class Hosts:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with packed data, a recipe, and the uninterrupted run `through`."""
     folder = tmp_path_factory.mktemp("elastic") / "place"
-    shutil.copytree(shared_run("uninterrupted classify", tmp_path_factory), folder)
+    shutil.copytree(shared_run("uninterrupted", tmp_path_factory), folder)
     (folder / "recipe.toml").write_text(RECIPE + "\n[parallel]\nmicrobatches = 2\n")
     return (folder / "run").rename(folder / "through").parent
 

@@ -22,7 +22,7 @@ STEPS = 40
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with packed data, a recipe, and the uninterrupted run `through`."""
     folder = tmp_path_factory.mktemp("resume") / "place"
-    shutil.copytree(shared_run("uninterrupted classify", tmp_path_factory), folder)
+    shutil.copytree(shared_run("uninterrupted", tmp_path_factory), folder)
     return (folder / "run").rename(folder / "through").parent
 
 

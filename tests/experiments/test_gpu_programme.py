@@ -11,7 +11,6 @@ import pytest
 
 import gpu_micro
 import gpu_refit
-from bench import gpu_state
 from bench.gpu_models import GIB, MODELS, batch_for, prediction
 from bench.one_gpu import block_layers
 from bench.programme.bundle import COMMAND_LETTERS, PACKAGES, command
@@ -214,33 +213,3 @@ def test_evaluations_of_a_training_are_reported(tmp_path: Path) -> None:
     text = report({"calls": [CALL], "runs": [run]})
     assert "with labels (predicted: top-1): 34,000 images/s at the end" in text
     assert "| step | seconds | loss | top1 |" in text and "| 1 | 5 | 2.25 | 0.5 |" in text
-
-
-@pytest.mark.parametrize(
-    ("answers", "words"),
-    [
-        ({"memory.used": "3", "compute-apps": "", "reasons": "0x1"}, []),
-        ({"memory.used": "3", "compute-apps": "77, python3, 900", "reasons": "0x0"}, ["77, python3, 900"]),
-        ({"memory.used": "9000", "compute-apps": "", "reasons": "0x1"}, ["9000 MiB"]),
-        ({"memory.used": "3", "compute-apps": "", "reasons": "0x44"}, ["software power cap, hardware thermal"]),
-        (None, []),
-    ],
-)
-def test_busy_gpu_is_reported(
-    answers: dict[str, str] | None, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This includes older drivers, which have other field names, and machines without nvidia-smi."""
-    if answers is not None:
-        (tmp_path / "nvidia-smi").write_text(
-            f'#!/bin/sh\ncase "$1" in\n*compute-apps*) echo "{answers["compute-apps"]}";;\n'
-            f"*clocks_event_reasons*) exit 2;;\n"
-            f'*) echo "1980, 1980, 120.5, 40, {answers["memory.used"]}, {answers["reasons"]}";;\nesac\n'
-        )
-        (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if answers is not None else str(tmp_path))
-    now = gpu_state.sample()
-    assert (
-        now is None if answers is None else now is not None and (now["clocks.sm"], now["power.draw"]) == (1980, 120.5)
-    )
-    found = gpu_state.complaints()
-    assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True))

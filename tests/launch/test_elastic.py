@@ -1,4 +1,4 @@
-"""Elastic runs under torchrun on two simulated hosts (loopback addresses): one host leaves or joins during the run.
+"""Elastic runs under torchrun on two simulated hosts (loopback addresses): one host leaves during the run.
 
 The run resumes on the remaining ranks, with the losses of an uninterrupted run.
 """
@@ -94,12 +94,6 @@ def trained(place: Path, run_dir: str, least: int, agent: "subprocess.Popen[str]
     wait_for(lambda: lines(place / run_dir) >= least, agent)
 
 
-def asked_to_end(pid: int) -> bool:
-    """Return whether SIGTERM is pending for a stopped process."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return bool((int(status["ShdPnd"], 16) | int(status["SigPnd"], 16)) >> (signal.SIGTERM - 1) & 1)
-
-
 def log(place: Path, run_dir: str) -> str:
     return (place / run_dir / "log.txt").read_text()
 
@@ -122,22 +116,3 @@ def test_lost_host_leaves_a_run_that_resumes_under_a_fallback_plan(place: Path, 
     assert (parallel.mesh, parallel.fallback_meshes) == ("pp2xdp", ("fsdp",)), "the next start chooses anew"
     assert str(read_plan(place / "shrunk" / "plan.json")) == "dp1"
     same_as_through(place, "shrunk")
-
-
-@pytest.mark.slow
-def test_joining_host_is_taken_into_the_run(place: Path, hosts: Hosts) -> None:
-    mesh = words("grown", "--mesh", "dp")
-    first = hosts.start(mesh)
-    trained(place, "grown", 5, first)
-    # Stop the rank until its agent sends SIGTERM; otherwise the run could end before the other host arrives.
-    (rank,) = ranks_of(first.pid)
-    os.kill(rank, signal.SIGSTOP)
-    second = hosts.start(mesh)
-    wait_for(lambda: asked_to_end(rank), second)
-    os.kill(rank, signal.SIGCONT)
-    for agent in (first, second):
-        _, errors = agent.communicate(timeout=150)
-        assert agent.returncode == 0, errors
-    # The rank saved on SIGTERM, so no step ran twice.
-    assert "stopped by SIGTERM" in log(place, "grown") and "dp2 on cpu" in log(place, "grown")
-    same_as_through(place, "grown")

@@ -1,13 +1,8 @@
-"""Worlds over several machines: srun and mpirun variables, the SLURM script, and errors under torchrun.
-
-The last test connects two network namespaces with nothing but a virtual cable.
-"""
+"""Worlds over several machines: srun and mpirun variables, the SLURM script, and errors under torchrun."""
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +10,6 @@ import pytest
 
 from helpers import killed_runs
 from helpers.command_line import clean_environment, run
-from helpers.killed_runs import alive, lines, rows, wait_for
 from helpers.paths import ROOT
 from helpers.ranks import free_port, in_forks
 
@@ -104,15 +98,15 @@ def test_torchrun_shows_the_cause_and_not_the_disconnected_peer(place: Path) -> 
         "main()\n"
     )
     words = ["train", "--recipe", "recipe.toml", "--mesh", "dp2", "--run-dir", "crashed"]
-    begin = time.monotonic()
     process = subprocess.run(
         [sys.executable, *TORCHRUN, "crash.py", *words],
         cwd=place,
         env=clean_environment(),
         text=True,
         capture_output=True,
+        timeout=600,
     )
-    assert process.returncode == 1 and time.monotonic() - begin < 200
+    assert process.returncode == 1
     root = process.stderr.partition("Root Cause (first observed failure):")[2]
     assert "rank      : 1 (local_rank: 1)" in root and "RuntimeError: the true cause" in root
     assert "rank 0 lost its connection to another rank" in process.stderr
@@ -122,20 +116,11 @@ def test_torchrun_shows_the_cause_and_not_the_disconnected_peer(place: Path) -> 
 
 SRUN = """#!/bin/bash
 echo "srun $*" >> calls
-[ -n "${SRUN_CODE:-}" ] && exit "$SRUN_CODE"
-while [ "${1#--}" != "$1" ]; do shift; done
-for rank in 0 1; do
-    SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NODEID=$rank \\
-        SLURM_STEP_TASKS_PER_NODE='1(x2)' SLURM_STEP_NODELIST=localhost,other GLOO_SOCKET_IFNAME=lo "$@" &
-    echo $! >> tasks
-done
-code=0
-for task in $(jobs -p); do wait "$task"; this=$?; [ $this -gt $code ] && code=$this; done
-exit $code
+kill -USR1 $PPID  # a preemption signals the script too
+exit "$SRUN_CODE"
 """
 
 SCONTROL = """#!/bin/bash
-[ "$*" = "show hostnames localhost,other" ] && exec printf "localhost\\nother\\n"
 echo "scontrol $*" >> calls
 [ "$1" != show ] || echo "JobId=7 JobName=job JobState=${JOB_STATE:-RUNNING} Reason=None"
 """
@@ -149,8 +134,7 @@ def cluster(place: Path) -> Iterator[dict[str, str]]:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
-    for name in ("calls", "tasks"):
-        (place / name).unlink(missing_ok=True)
+    (place / "calls").unlink(missing_ok=True)
     yield clean_environment() | {
         **{"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHON": sys.executable},
         **{"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_CPUS_PER_TASK": "1", "SLURM_NTASKS": "2"},
@@ -177,31 +161,3 @@ def test_slurm_script_requeues_only_a_preempted_run(place: Path, cluster: dict[s
         [*SBATCH, *words], cwd=place, env=cluster | {"SRUN_CODE": "75", "JOB_STATE": "COMPLETING"}, timeout=60
     )
     assert "requeue" not in calls.read_text()
-
-
-@pytest.mark.slow
-def test_slurm_script_resumes_after_a_preemption(place: Path, cluster: dict[str, str]) -> None:
-    words = [*SBATCH, "--recipe", "recipe.toml", "--mesh", "dp", "--set", "data.workers=0", "--steps"]
-    run_dir, calls = place / "runs" / "job-7", place / "calls"
-    pipe = subprocess.PIPE
-    batch = subprocess.Popen([*words, "20000"], cwd=place, env=cluster, stdout=pipe, stderr=pipe, text=True)
-    try:
-        wait_for(lambda: lines(run_dir) > 5, batch)
-        tasks = [int(pid) for pid in (place / "tasks").read_text().split()]
-        for pid in [batch.pid, *tasks]:  # preemption signals the ranks and the script
-            os.kill(pid, signal.SIGUSR1)
-        out, errors = batch.communicate(timeout=100)
-    finally:
-        batch.kill()
-    assert batch.returncode == 75, errors
-    assert "requeued to resume runs/job-7" in out and calls.read_text().endswith("scontrol requeue 7\n")
-    assert not alive(tasks)
-    saved = max(step for _, step in rows(run_dir))
-    more = [*words, str(saved + 3), "--allow-change", "train.steps"]
-    done = subprocess.run(more, cwd=place, env=cluster, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert f"resuming from runs/job-7/checkpoints/step_{saved}" in done.stdout
-    assert calls.read_text().count("scontrol requeue") == 1
-
-
-# Two hosts with a cable between them

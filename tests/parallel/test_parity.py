@@ -62,7 +62,7 @@ def test_compiled_blocks_match_one_process(mesh: str, precision: str, ranks: Cal
 
 
 def test_tables_have_enough_plans_and_ranks() -> None:
-    assert len({(case.family, case.mesh, str(case.plan)) for case in ALL}) >= 200
+    assert len({(case.family, case.mesh, str(case.plan)) for case in ALL}) >= 150
     assert max(case.ranks for case in ALL) == 9
     assert set(PARTS) - {case.parts for case in ALL} <= {"gap", "dinov2", "siglip_gap"}
 

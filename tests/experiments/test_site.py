@@ -16,7 +16,7 @@ LOADS = re.compile(
     r"""|(?:url\(|@import)\s*["']?(?:[a-z]+:)?//""",
     re.IGNORECASE,
 )
-"""What makes a browser load a file from another place, in HTML and CSS."""
+"""Pattern of files that a browser loads from another place, in HTML and CSS."""
 
 
 @pytest.mark.tools

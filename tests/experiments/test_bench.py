@@ -6,7 +6,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,28 +97,6 @@ def test_peers_train_a_swin_as_timm_does() -> None:
         (loss, norm), (expected, expected_norm) = (step(images, labels) for step in steps)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
         assert norm.item() == pytest.approx(expected_norm.item(), rel=1e-4)
-
-
-def test_batch_that_does_not_fit_is_halved() -> None:
-    import torch
-
-    import bench_gpu
-    from vitpar.models import model_config
-
-    tried: list[int] = []
-    left_out: list[tuple[str, ...]] = []
-
-    def measure(run: object, config: object, batch_size: int) -> None:
-        tried.append(batch_size)
-        if batch_size > 16:
-            raise torch.OutOfMemoryError("full")
-
-    run = SimpleNamespace(
-        has_time=lambda *_: True, leave_out=lambda *told: left_out.append(told), device=torch.device("cpu")
-    )
-    bench_gpu.attempt(run, "vitpar", 5, model_config("vit_tiny_patch16_224"), 64, measure)
-    assert tried == [64, 32, 16]
-    assert left_out[0] == ("vitpar, vit_tiny_patch16_224, batch 64", "it does not fit into memory")
 
 
 def test_contenders_take_turns_in_alternating_order() -> None:

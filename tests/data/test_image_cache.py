@@ -1,5 +1,6 @@
 """Cache of decoded images: batches as without it, one copy for all ranks of a machine, and bounded memory."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -174,6 +175,22 @@ def test_memory_is_taken_as_images_are_stored_and_returned_with_the_cache() -> N
     number = os.stat(path).st_ino
     del cache
     assert not os.path.exists(path) or os.stat(path).st_ino != number
+
+
+def test_storing_waits_for_other_ranks() -> None:
+    cache = ImageCache([2], ROOM)
+    cache.put(0, image(0))
+    assert cache.path is not None
+    with Path(cache.path).open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        storing = threading.Thread(target=cache.put, args=(1, image(1)))
+        storing.start()
+        storing.join(0.2)
+        assert storing.is_alive() and cache.get(1) is None
+        assert cache.get(0) is not None, "reading waits for nobody"
+    storing.join()
+    found = cache.get(1)
+    assert found is not None and np.array_equal(found, image(1))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -18,7 +18,7 @@ from bench.programme.compared import memory_rate, padded_flops
 from bench.programme.programmes import CALL_S, PROGRAMME_S, PROGRAMMES, RESULT, ROOT, Job
 from bench.programme.report import report
 from bench.programme.results import Results, merged
-from bench.programme.running import evaluations, last_json, outcomes, run_step
+from bench.programme.running import last_json, outcomes, run_step
 from vitpar.models import ViTConfig, model_config
 from vitpar.planner.profile.cluster import Cluster, find_cluster
 from vitpar.planner.profile.profiles import Kernels
@@ -188,18 +188,3 @@ def test_rates_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {row["what"] for row in rows} == {"copy", "product", "epilogue", "fp8", "attention", "adamw", "sustained"}
     for row in rows:
         assert "error" not in row or row["what"] in ("attention", "adamw"), row
-
-
-def test_evaluations_of_a_training_are_reported(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert evaluations(path) is None
-    rows: list[dict[str, Any]] = [
-        {"kind": "event", "event": "start", "step": 0, "time": "2026-11-26T10:00:00+00:00"},
-        {"kind": "train", "step": 1, "images_per_second": 34_000.0, "time": "2026-11-26T10:00:01+00:00"},
-        {"kind": "eval", "step": 1, "samples": 8, "loss": 2.25, "top1": 0.5, "time": "2026-11-26T10:00:05+00:00"},
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"kind": "train", "norms": {"embed": 0.5}')  # not complete
-    run = {"job": "with labels", "call": 0, "prediction": "top-1", "ended": "ended", "found": evaluations(path)}
-    text = report({"calls": [CALL], "runs": [run]})
-    assert "with labels (predicted: top-1): 34,000 images/s at the end" in text
-    assert "| step | seconds | loss | top1 |" in text and "| 1 | 5 | 2.25 | 0.5 |" in text

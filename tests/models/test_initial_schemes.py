@@ -12,7 +12,6 @@ from helpers.converted import converted
 from helpers.oracles import timm
 from helpers.plans import EVERYTHING
 from vitpar import ViTConfig, model_config
-from vitpar.errors import ModelError
 from vitpar.models import initial
 from vitpar.models.initial import initial_value, initial_values, initialise, seeding_name
 from vitpar.models.layers import LayeredModel
@@ -212,11 +211,6 @@ def test_threads_draw_the_same_values_and_leave_the_number_of_threads() -> None:
     finally:
         torch.set_num_threads(threads)
     assert list(after) == list(before) and all(torch.equal(value, after[name]) for name, value in before.items())
-
-
-def test_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"unknown init 'jaxx' of vit_custom .did you mean 'jax'"):
-        model_config("vit_custom", **SIZES, init="jaxx")
 
 
 def config_of(**options: Any) -> ViTConfig:

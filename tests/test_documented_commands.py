@@ -60,6 +60,7 @@ CHANGED = [
     (".", r"^(vitpar train --recipe deit_small [^#\n]*)", r"\1 --batch-size 64 --dry-run ", LONG),
     ("README|index", r"^(vitpar train (?!.*--(?:steps|epochs|dry-run))[^#\n]*)", r"\1 --steps 2 ", LONG),
     (".", r"^(vitpar profile .*--seconds) 0.0\d", r"\1 0.001", "would measure for minutes"),
+    (".", r"^(vitpar validate .*--seconds) 0.5", r"\1 0.05", "would measure for minutes"),
     ("speed", r"^(vitpar bench --(?:mesh|recipe)[^#\n]*)", r"\1 --steps 2 --repeats 1 ", "takes a minute a line"),
     ("fine-tune", r"--steps 450", "--steps 6", LONG),
     ("fine-tune", r"--steps (\d)\d\d", r"--steps \1", LONG),

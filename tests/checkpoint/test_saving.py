@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from helpers.ranks import RankPool
+from helpers.ranks import RankPool, exits
 from vitpar.checkpoint import atomic
+from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.checkpoint.image import SafetensorsBuffer
 from vitpar.checkpoint.reader import load_tensors
 from vitpar.checkpoint.sharing import Held, divide, held
 from vitpar.checkpoint.writer import BUSY, DONE, FAILED, Writer
 from vitpar.errors import CheckpointError
+from vitpar.launch import ALONE, join
 
 KINDS = {
     "scalar": torch.tensor(7.0),
@@ -204,6 +206,63 @@ def test_failures_keep_a_complete_checkpoint(alone: None, tmp_path: Path, monkey
         writer.finish()
     load_tensors(tmp_path / "step_1", {"a": (found := torch.zeros(3))})
     assert torch.equal(found, torch.ones(3))
+
+
+def half_copied(image: SafetensorsBuffer, tensors: Mapping[str, Tensor]) -> None:
+    for view in list(image._views.values())[::2]:
+        view.zero_()
+
+
+def half_written(path: Path, content: bytes | memoryview) -> None:
+    path.write_bytes(memoryview(content)[: len(content) // 2])
+
+
+def half_removed(folder: Path, **_: Any) -> None:
+    for file in sorted(folder.iterdir())[::2]:
+        file.unlink()
+
+
+PLACES: dict[str, tuple[Any, str, Callable[..., None], Callable[..., bool]]] = {
+    "the copy": (SafetensorsBuffer, "stage", half_copied, lambda image, tensors: True),
+    "the shard": (atomic, "write", half_written, lambda path, _: path.name.startswith("shard-")),
+    "the index": (atomic, "write", half_written, lambda path, _: path.name == "index.json"),
+    "the last rename": (atomic, "publish", lambda folder: None, lambda folder: True),
+    "the removal": (atomic.shutil, "rmtree", half_removed, lambda path, **_: path.match("*.removed") and path.exists()),
+}
+"""Places in a save: owner and name of a function, what it does by half, and whether a call is of that place."""
+
+
+def save_and_die(folder: Path, place: str) -> None:
+    """Save step 1, then save and remove checkpoints until this process dies at `place`."""
+    join(ALONE, "cpu")
+    writer, there = Writer(), Checkpoints(folder)
+    state = {"state.json": '{"step": 1, "samples": 8, "data": ""}'}
+    writer.begin(there.path(1), KINDS, state)
+    writer.finish()
+    owner, name, do_half, applies = PLACES[place]
+    whole = getattr(owner, name)
+
+    def called(*args: Any, **options: Any) -> Any:
+        if applies(*args, **options):
+            do_half(*args, **options)
+            os._exit(9)
+        return whole(*args, **options)
+
+    setattr(owner, name, called)
+    writer.begin(there.path(2), KINDS, state)
+    writer.finish()
+    there.keep([2])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_process_killed_in_a_save_leaves_complete_checkpoints_only(place: str, tmp_path: Path) -> None:
+    assert [code for code, _ in exits(save_and_die, [{}], tmp_path, place)] == [9]
+    there = Checkpoints(tmp_path)
+    there.clear()
+    # Before its last rename a checkpoint is complete; the one that is removed is step 1.
+    assert there.steps() == {"the last rename": [1, 2], "the removal": [2]}.get(place, [1])
+    assert all(Checkpoint.open(there.path(step)).damage() is None for step in there.steps())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step}" for step in there.steps()]
 
 
 def test_replicated_tensors_are_balanced_by_bytes_and_parts_must_fill_them() -> None:

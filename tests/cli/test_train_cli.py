@@ -106,18 +106,6 @@ def test_mesh_gives_the_losses_of_one_process(place: Path, alone_run: Path, vitp
     assert len(parts) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "named"), [("dp", "dp2"), ("pp1: embed=dp, 0=tp2, *=fsdp2+ckpt", "pp1-layerwise")])
-def test_torchrun_gives_the_losses_of_one_process(
-    mesh: str, named: str, place: Path, alone_run: Path, vitpar: Command
-) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    done = vitpar("train", "--recipe", "recipe.toml", "--mesh", mesh, launcher=torchrun)
-    assert done.returncode == 0, done.stderr
-    (folder,) = (place / "runs").glob(f"*-vit_custom-{named}")
-    assert losses_of(folder) == pytest.approx(losses_of(alone_run), rel=1e-5)
-
-
 def test_eval_repeats_the_last_evaluation(place: Path, alone_run: Path, vitpar: Command) -> None:
     """Settings of the training plan, here prefetch, do not matter."""
     copy = shutil.copytree(alone_run / "weights", place / "sharded")

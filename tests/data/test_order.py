@@ -50,7 +50,7 @@ def test_epochs_and_seeds_differ():
     assert len({tuple(batch) for batch in batches}) == 6
 
 
-@pytest.mark.parametrize("size", [3, 4, 5, 10, 21])
+@pytest.mark.parametrize("size", [3, 10])
 def test_every_permutation_place_is_equally_likely(size):
     """A chi-squared test with a limit of five standard deviations."""
     turns = 4000

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import tarfile
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import islice, pairwise
@@ -319,23 +318,21 @@ def test_network_and_command_errors_are_reported(url: str, message: str, address
 
 def test_silent_stream_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stalled connection would otherwise hang the training."""
-    data = stream("pipe:exec sleep 60", allow_pipe=True)
-    begun = time.monotonic()
+    data = stream("pipe:exec sleep 3600", allow_pipe=True)
     monkeypatch.setattr(urls, "_SILENT_S", 0.5)
     with pytest.raises(DataError, match="cannot be read to its end: no data for 0 s"):
         loaded(data, 1)
-    assert time.monotonic() - begun < 20 and not stream_threads()
+    assert not stream_threads()
 
 
 def test_closing_stops_a_reader_that_waits(folder: Path, tmp_path: Path) -> None:
-    """The command prints a complete shard and then nothing for a minute. Closing must kill it."""
-    command = f"pipe:echo $$ >> {tmp_path}/pid; cat {folder}/train-2.tar; exec sleep 60"
+    """The command prints a complete shard and then nothing for an hour. Closing must kill it."""
+    command = f"pipe:echo $$ >> {tmp_path}/pid; cat {folder}/train-2.tar; exec sleep 3600"
     data = stream(command, allow_pipe=True, shuffle_buffer=0)
     batches = iter(StreamLoader(data, TRAIN, seed=0, batch_size=2, workers=2))
     next(batches)
-    begun = time.monotonic()
     batches.close()
-    assert time.monotonic() - begun < 5 and not stream_threads()
+    assert not stream_threads()
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 

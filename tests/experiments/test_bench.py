@@ -6,29 +6,23 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import bench_cpu
-import bench_peers
 from bench.harness import Spread, ratio, take_turns
 from helpers.paths import ROOT
 from vitpar.parallel.float8 import float8_fault
 
 
-def run(program: str, *arguments: str, blocked: tuple[str, ...] = (), path: Path = ROOT / "src") -> str:
+def run(program: str, *arguments: str, path: Path = ROOT / "src") -> str:
     """Run a program of experiments/ and return its output.
 
-    blocked: packages that cannot be imported
     path: folder whose packages are found first
     """
-    start = f"import sys, runpy; sys.modules |= dict.fromkeys({blocked!r}); sys.argv = sys.argv[1:]; " + (
-        "sys.path.insert(0, 'experiments'); runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
     done = subprocess.run(
-        [sys.executable, "-c", start, f"experiments/{program}", *arguments],
+        [sys.executable, f"experiments/{program}", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -47,37 +41,19 @@ def test_cpu_program_prints_a_ratio(tmp_path: Path) -> None:
     assert len(case["seconds"]["hand"]["wall"]) == len(case["seconds"]["vitpar"]["wall"]) >= 5
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_plan_program_measures_idle_stages(tmp_path: Path) -> None:
-    printed = run("bench_plans.py", "--quick", "--json", str(tmp_path / "result.json"))
-    found = json.loads((tmp_path / "result.json").read_text())
-    assert all(len(row["idle"]) >= 5 for row in found["bubble"])
-    assert all(idle > row["theory"] - 0.02 for row in found["bubble"] for idle in row["idle"])
-    assert "| schedule |" in printed
-
-
 @pytest.mark.tools
-def test_gpu_program_runs_on_cpu_without_the_trainers_packages(tmp_path: Path) -> None:
+def test_gpu_program_runs_on_cpu(tmp_path: Path) -> None:
     arguments = ("--device", "cpu", "--tiny", "--steps", "1", "--json", str(tmp_path / "result.json"))
-    printed = run("bench_gpu.py", *arguments, blocked=("pydantic", "tomli_w", "webdataset", "simplejpeg", "rich"))
+    printed = run("bench_gpu.py", *arguments)
     found = json.loads((tmp_path / "result.json").read_text())
     float8 = float8_fault(torch.device("cpu")) is None  # torch 2.11 has no float8 matmul on CPUs
-    rows = {"limits": 1, "vitpar": 1, "phases": 1, "input": 0, "fp8": int(float8)}
+    rows = {"limits": 1, "vitpar": 1, "phases": 1, "input": 1, "fp8": int(float8)}
     assert {section: len(found[section]) for section in rows} == rows
-    missing = [part.split(",")[0] for part in found["left_out"]]
-    assert sorted(missing) == (["input"] if float8 else ["fp8", "input"])
+    assert [part.split(",")[0] for part in found["left_out"]] == ([] if float8 else ["fp8"])
     assert all(found["limits"][0][rate] > 0 for rate in ("burst", "sustained", "copy"))
     assert list(found["phases"][0]["ms"])[:2] == ["forward", "backward"]
     assert "relative difference" in printed
-    assert printed.count("| vit_tiny_patch16_224, batch 4 |") == sum(rows.values())
-
-
-@pytest.mark.slow
-def test_gpu_program_trains_on_photographs(tmp_path: Path) -> None:
-    arguments = ("--device", "cpu", "--tiny", "--steps", "1", "--json", str(tmp_path / "result.json"))
-    run("bench_gpu.py", *arguments)
-    (row,) = json.loads((tmp_path / "result.json").read_text())["input"]
+    (row,) = found["input"]
     assert 60_000 < row["mean_bytes"] < 160_000  # about the size of ImageNet's files
     assert len(row["seconds"]["JPEG"]) == len(row["seconds"]["synthetic"]) >= 2
     assert row["input_alone"] > 0
@@ -121,84 +97,6 @@ def test_peers_train_a_swin_as_timm_does() -> None:
         (loss, norm), (expected, expected_norm) = (step(images, labels) for step in steps)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
         assert norm.item() == pytest.approx(expected_norm.item(), rel=1e-4)
-
-
-def test_peers_start_from_the_same_parameters() -> None:
-    import torch
-
-    from bench.peers.contenders import start_as_ours
-    from bench.peers.job import Job
-    from bench.plain_loop import initial_model
-    from helpers.converted import converted
-
-    class Theirs(torch.nn.Module):
-        """Parameters as timm names and shapes them."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            shapes = {"cls_token": (1, 1, 8), "pos_embed": (1, 5, 8), "head.bias": (3,), "head.weight": (3, 8)}
-            shapes |= {"patch_embed.proj.weight": (8, 3, 2, 2), "patch_embed.proj.bias": (8,)}
-            for end in ("weight", "bias"):
-                rest = (8,) if end == "weight" else ()
-                shapes |= {f"blocks.0.attn.qkv.{end}": (24, *rest), f"blocks.0.attn.proj.{end}": (8, *rest)}
-                shapes |= {f"blocks.0.mlp.fc1.{end}": (32, *rest), f"norm.{end}": (8,)}
-                shapes |= {f"blocks.0.mlp.fc2.{end}": (8, 32) if rest else (8,)}
-                shapes |= {f"blocks.0.norm{i}.{end}": (8,) for i in (1, 2)}
-            self.values = {n: torch.nn.Parameter(torch.zeros(s)) for n, s in shapes.items()}
-
-        def named_parameters(self, *args: object, **kwargs: object):
-            return iter(self.values.items())
-
-    options = {"patch_size": 2, "image_size": 4, "embed_dim": 8, "depth": 1, "num_heads": 2, "num_classes": 3}
-    job, theirs = Job("timm_loop", "vit_custom", 2, options), Theirs()
-    start_as_ours(theirs, job)
-    made = converted(theirs.values, job.config)
-    for name, ours in initial_model(job.config).named_parameters():
-        assert torch.equal(made[name], ours), name
-
-
-@pytest.mark.tools
-def test_gpu_program_refuses_without_a_gpu() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "experiments/bench_gpu.py"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "no CUDA device can be seen" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_batch_that_does_not_fit_is_halved() -> None:
-    import torch
-
-    import bench_gpu
-    from vitpar.models import model_config
-
-    tried: list[int] = []
-    left_out: list[tuple[str, ...]] = []
-
-    def measure(run: object, config: object, batch_size: int) -> None:
-        tried.append(batch_size)
-        if batch_size > 16:
-            raise torch.OutOfMemoryError("full")
-
-    run = SimpleNamespace(
-        has_time=lambda *_: True, leave_out=lambda *told: left_out.append(told), device=torch.device("cpu")
-    )
-    bench_gpu.attempt(run, "vitpar", 5, model_config("vit_tiny_patch16_224"), 64, measure)
-    assert tried == [64, 32, 16]
-    assert left_out[0] == ("vitpar, vit_tiny_patch16_224, batch 64", "it does not fit into memory")
-
-
-def test_at_least_two_rounds_run_even_without_time() -> None:
-    """A spread needs two measurements."""
-    from bench.peers.running import Timed
-
-    kept: list[int] = []
-    contender = SimpleNamespace(name="one", turn=lambda steps, untimed: {"wall": 4.0, "cpu": 2.0, "faults": 0})
-    one = Timed(contender, [])
-    bench_peers.measure([one], rounds=9, steps=2, end=0.0, after=lambda: kept.append(len(one.wall)))
-    assert (one.wall, kept) == ([2.0, 2.0], [1, 2])
 
 
 def test_contenders_take_turns_in_alternating_order() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 import gpu_micro
 import gpu_refit
-from bench import gpu_state
 from bench.gpu_models import GIB, MODELS, batch_for, prediction
 from bench.one_gpu import block_layers
 from bench.programme.bundle import COMMAND_LETTERS, PACKAGES, command
@@ -19,7 +18,7 @@ from bench.programme.compared import memory_rate, padded_flops
 from bench.programme.programmes import CALL_S, PROGRAMME_S, PROGRAMMES, RESULT, ROOT, Job
 from bench.programme.report import report
 from bench.programme.results import Results, merged
-from bench.programme.running import evaluations, last_json, outcomes, run_step
+from bench.programme.running import last_json, outcomes, run_step
 from vitpar.models import ViTConfig, model_config
 from vitpar.planner.profile.cluster import Cluster, find_cluster
 from vitpar.planner.profile.profiles import Kernels
@@ -149,16 +148,6 @@ def test_fit_recovers_the_rates_of_the_measurements(tmp_path: Path) -> None:
     assert not any("fitted to H/14" in source for source in again.sources)
 
 
-def test_impossible_rates_are_refused() -> None:
-    sheet = find_cluster("1xH200")
-    fast = sheet.model_copy(update={"sustained": 1.0})
-    rows = [{**row, "seconds": 0.8 * row["seconds"]} if row["what"] == "product" else row for row in micro_rows(fast)]
-    with pytest.raises(ValueError, match=r"products would run at .* of the peak: moving the widest operand"):
-        gpu_refit.refitted(sheet, rows, [])
-    with pytest.raises(ValueError, match=r"rows of copy, .* are missing: run gpu_micro.py"):
-        gpu_refit.refitted(sheet, rows[1:], [])
-
-
 def test_report_marks_what_is_far_from_its_prediction() -> None:
     sheet = find_cluster("1xH200")
     check = {"passed": False, "worst": {"error": 1e-3, "allowed": 1e-4, "name": "blocks.0.mlp.fc1.weight"}}
@@ -199,48 +188,3 @@ def test_rates_run_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert {row["what"] for row in rows} == {"copy", "product", "epilogue", "fp8", "attention", "adamw", "sustained"}
     for row in rows:
         assert "error" not in row or row["what"] in ("attention", "adamw"), row
-
-
-def test_evaluations_of_a_training_are_reported(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert evaluations(path) is None
-    rows: list[dict[str, Any]] = [
-        {"kind": "event", "event": "start", "step": 0, "time": "2026-11-26T10:00:00+00:00"},
-        {"kind": "train", "step": 1, "images_per_second": 34_000.0, "time": "2026-11-26T10:00:01+00:00"},
-        {"kind": "eval", "step": 1, "samples": 8, "loss": 2.25, "top1": 0.5, "time": "2026-11-26T10:00:05+00:00"},
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"kind": "train", "norms": {"embed": 0.5}')  # not complete
-    run = {"job": "with labels", "call": 0, "prediction": "top-1", "ended": "ended", "found": evaluations(path)}
-    text = report({"calls": [CALL], "runs": [run]})
-    assert "with labels (predicted: top-1): 34,000 images/s at the end" in text
-    assert "| step | seconds | loss | top1 |" in text and "| 1 | 5 | 2.25 | 0.5 |" in text
-
-
-@pytest.mark.parametrize(
-    ("answers", "words"),
-    [
-        ({"memory.used": "3", "compute-apps": "", "reasons": "0x1"}, []),
-        ({"memory.used": "3", "compute-apps": "77, python3, 900", "reasons": "0x0"}, ["77, python3, 900"]),
-        ({"memory.used": "9000", "compute-apps": "", "reasons": "0x1"}, ["9000 MiB"]),
-        ({"memory.used": "3", "compute-apps": "", "reasons": "0x44"}, ["software power cap, hardware thermal"]),
-        (None, []),
-    ],
-)
-def test_busy_gpu_is_reported(
-    answers: dict[str, str] | None, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """This includes older drivers, which have other field names, and machines without nvidia-smi."""
-    if answers is not None:
-        (tmp_path / "nvidia-smi").write_text(
-            f'#!/bin/sh\ncase "$1" in\n*compute-apps*) echo "{answers["compute-apps"]}";;\n'
-            f"*clocks_event_reasons*) exit 2;;\n"
-            f'*) echo "1980, 1980, 120.5, 40, {answers["memory.used"]}, {answers["reasons"]}";;\nesac\n'
-        )
-        (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if answers is not None else str(tmp_path))
-    now = gpu_state.sample()
-    assert (
-        now is None if answers is None else now is not None and (now["clocks.sm"], now["power.draw"]) == (1980, 120.5)
-    )
-    found = gpu_state.complaints()
-    assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True))

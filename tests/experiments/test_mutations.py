@@ -1,18 +1,15 @@
 """The mutation table matches the source, and the tool distinguishes caught, missed, crashed and hanging mutations."""
 
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from helpers.paths import ROOT
-from mutating.command import Commands, Stopped, judge_check, judge_error
+from mutating.command import judge_check, judge_error
 from mutating.mutation import Mutation, MutationError, mutated, problem
 from mutating.table import MUTATIONS
 from mutations import run
@@ -119,22 +116,6 @@ def test_only_a_failed_assertion_counts(small: Path) -> None:
     assert (small / "thing.py").read_text() == SOURCE and not list((small.parent / "copies").iterdir())
 
 
-@pytest.mark.tools
-def test_hanging_command_is_killed(small: Path) -> None:
-    (small / "test_thing.py").write_text("import time\n\ndef test_limit():\n    time.sleep(1000)\n")
-    commands = Commands(limit=2.0)
-    outcome = commands.run("pytest test_thing.py", small)
-    assert outcome.kind == "hang" and outcome.words.startswith("no end after 2 s")
-    commands.stop()
-    with pytest.raises(Stopped):
-        commands.run("pytest test_thing.py", small)
-
-
-def test_folder_without_a_repository_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MutationError, match="git cannot list the files"):
-        run(tmp_path / "nowhere", [of("caught", "limit = 6")], parallel=1, limit=60.0)
-
-
 def test_verdict_of_vitpar_check_is_parsed() -> None:
     assert judge_check(0, "table\npassed: worst is loss\n") == ("passed", "passed: worst is loss")
     assert judge_check(1, "FAILED: worst is head.fc.bias\n")[0] == "failed"
@@ -150,47 +131,3 @@ def test_rank_errors_are_distinguished_from_failed_assertions() -> None:
     assert judge_error(crash) == ("crash", "vitpar.errors.DataError: no")
     for words, kind in (("assert 1 == 2", "failed"), ("Failed: DID NOT RAISE", "failed"), ("KeyError: 'x'", "crash")):
         assert judge_error(words) == (kind, words)
-
-
-INTERRUPTED = """
-import signal
-import sys
-from pathlib import Path
-from mutations import run
-from mutating.mutation import Mutation
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a shell has it ignored
-one = Mutation("hangs", "It hangs.", "thing.py", "spare = 7", "spare = 8", "pytest test_thing.py")
-run(Path(sys.argv[1]), [one], parallel=2, limit=100.0)
-"""
-
-
-@pytest.mark.tools
-def test_ctrl_c_leaves_no_files_or_processes(small: Path) -> None:
-    (small / "test_thing.py").write_text(
-        "import time\n\ndef test_limit():\n    open('begun', 'w')\n    time.sleep(1000)\n"
-    )
-    copies = small.parent / "copies"
-    environment = {**os.environ, "TMPDIR": str(copies), "PYTHONPATH": str(ROOT / "experiments")}
-    with subprocess.Popen([sys.executable, "-c", INTERRUPTED, str(small)], env=environment) as process:
-        deadline = time.monotonic() + 60
-        while not list(copies.glob("*/*/begun")):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        assert len(running(copies)) > 1
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) in (1, -signal.SIGINT)
-    assert not list(copies.iterdir()) and not running(copies)
-
-
-def running(folder: Path) -> list[str]:
-    """Return the processes whose environment contains `folder`."""
-    return [pid for pid in os.listdir("/proc") if pid.isdigit() and str(folder) in environment_of(pid)]
-
-
-def environment_of(pid: str) -> str:
-    """Return the environment a process was started with, or "" if it cannot be read."""
-    try:
-        return Path("/proc", pid, "environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""

@@ -117,18 +117,6 @@ class Cluster:
         # Not `link set down`: the host's end would lose its carrier, as it does not where a switch is in between.
         self.ip("ctl", f"link set {host} nomaster")
 
-    def slow(self, host: str, delay: str = "", rate: str = "") -> None:
-        """Give what a host sends a delay and a rate; without them remove both. Skips the test if the kernel cannot."""
-        where = ["tc", "-n", self.prefix + host, "qdisc"]
-        change = (
-            ["add", "dev", "eth0", "root", "netem", "delay", delay, "rate", rate]
-            if delay
-            else ["del", "dev", "eth0", "root"]
-        )
-        done = subprocess.run([*where, *change], capture_output=True, text=True)
-        if delay and done.returncode:
-            pytest.skip(f"no slow link: the kernel has no netem ({done.stderr.strip()})")
-
     def connect(self, host: str) -> None:
         """Restore the link of a host."""
         self.ip("ctl", f"link set {host} master eth0")

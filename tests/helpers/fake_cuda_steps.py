@@ -69,19 +69,11 @@ FAULTS = {
     "value read in backward": Fault(
         lambda block, x, y: _in_backward(y, lambda g: g * g.max().item()), "reading a value"
     ),
-    "tensor of the host in backward": Fault(
-        lambda block, x, y: _in_backward(y, lambda g: g + torch.ones(g.shape[-1])), "devices"
-    ),
-    "values listed": Fault(lambda block, x, y: y * y[0, 0].tolist()[0], "reading a value"),
-    "condition on a value": Fault(lambda block, x, y: y if y.float().mean() > 0 else -y, "reading a value"),
     "shape that depends on values": Fault(lambda block, x, y: y + y[y > 0].sum(), "aten.nonzero"),
     "blocking copy": Fault(
         lambda block, x, y: y * torch.tensor([2.0], dtype=y.dtype, device=y.device), "aten._to_copy"
     ),
     "device synchronised": Fault(lambda block, x, y: (torch.cuda.synchronize(), y)[1], "torch.cuda.synchronize"),
-    "event synchronised": Fault(
-        lambda block, x, y: (torch.cuda.current_stream().record_event().synchronize(), y)[1], "waits for an event"
-    ),
 }
 
 

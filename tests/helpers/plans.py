@@ -48,10 +48,10 @@ class Case:
 
     @property
     def depth(self) -> int:
-        """Return the blocks of a ViT: 4, or 8 if the plan names blocks or has many stages."""
+        """Return the blocks of a ViT: 2, or 4 if the plan, freezing or adapters name blocks; at least one per stage."""
         plan = parse(self.mesh)
-        few = plan.is_uniform and plan.pp * self.plan.get("virtual_stages", 1) <= 4 and "split" not in self.plan
-        return 4 if few else 8
+        named = not plan.is_uniform or any(key.startswith(("train__freeze", "lora__")) for key in self.check)
+        return max(4 if named else 2, plan.pp * self.plan.get("virtual_stages", 1))
 
     @property
     def features(self) -> frozenset[str]:
@@ -96,114 +96,74 @@ T197 = {"image_size": 56, "patch_size": 4, "depth": 2}
 CASES = (
     # degrees that are not powers of two
     Case("tp3xfsdp2", batch=12),
-    Case("tp2xdp3", batch=24),
-    Case("pp3xfsdp2", {"split": (2, 3, 3)}, batch=24),
-    # pairs, both orders where the order matters
+    # pairs, triples and all four, both orders where the order matters
     Case("pp2xtp2"),
-    *(Case(mesh) for mesh in ("fsdp2xdp2", "tp2xdp2", "tp2xpp2", "tp2xdp2xpp2", "pp2xfsdp2xdp2")),
-    # triples and all four
+    Case("pp2xfsdp2xdp2"),
     Case("pp2xtp2xfsdp2"),
     Case("dp2xfsdp2xtp2"),
-    Case("pp2xdp2xfsdp2"),
     # schedules, micro-batches, stages
     Case("pp2", {"schedule": "gpipe"}),
     Case("pp2xdp2", {"microbatch_size": 2}),
-    Case("pp2", model={"depth": 5}),
     Case("pp2xfsdp2", {"split": "balanced"}, model={"depth": 5}),
-    Case("pp2xdp2", {"split": (3, 5)}),
     # checkpointing
     Case("pp2+ckpt", INTERLEAVED),
     # model options, with a number of classes that tp does not divide
     Case("dp1", model=EVERYTHING),
     *(Case(mesh, model=EVERYTHING, check=FP64) for mesh in ("tp4+sp", "tp4+2d", "dp2xtp4+2d", "tp8+2.5d", "tp8+3d")),
-    *(Case(mesh, model=EVERYTHING) for mesh in ("pp2xtp2xdp2+ckpt", "pp2xtp2xfsdp2+sp", "pp2xtp4+2d+ckpt")),
-    *(Case(mesh, model={**EVERYTHING, "num_classes": 7}) for mesh in ("tp4xfsdp2", "pp2xtp2xdp2")),
-    Case("tp2xfsdp2", model=EVERYTHING, check={"precision": "fp16"}),
+    Case("pp2xtp4+2d+ckpt", model={**EVERYTHING, "num_classes": 7}),
     Case("pp2xtp2xdp2", model=EVERYTHING, check={"precision": "fp8"}),
     Case("tp2xdp2", model={"pool": "avg", "position": "sincos2d", "representation_size": 48}),
     # precision
     Case("dp1", check={"precision": "bf16"}),
     Case("dp2xfsdp2", check={"precision": "fp16", "reduce_dtype": "fp16"}),
     Case("dp1", {"microbatches": 4}, check={"precision": "fp8"}),
-    Case("tp2xfsdp2+sp+ckpt.selective", check={"precision": "fp8", "reduce_dtype": "bf16"}),
     Case("tp2xdp2", check={"precision": "fp8", "train__fp8_min_features": 97}),  # all but proj
     # the loss
     Case("pp2xtp2xdp2", check={"label_smoothing": 0.1}),
-    Case("pp2xtp2xdp2", check={**FP64, "task__options": {"bce": True, "bce_target_threshold": 0.0}}),
     Case("tp2xfsdp2+sp", check={"label_smoothing": 0.1, "task__options": {"bce": True, "bce_positive_weight": 3.0}}),
-    Case("tp2xdp2", model={"num_classes": 5}, check={**FP64, "task__options": {"class_weights": [0.5, 1, 2, 0, 1.5]}}),
     Case("pp2xdp2", model={"num_classes": 5}, check={"task__options": {"class_weights": [0.5, 1, 2, 0, 1.5]}}),
     # optimizers on mixed meshes
     Case("tp2xfsdp2", check={"optimizer": "foreach"}),
-    Case("tp2xfsdp2", check={"optimizer": "fused"}),
-    Case("pp2xtp2xdp2", check={"optimizer": "for-loop"}),
-    # zero1 and zero2
-    Case("dp3+zero2+ckpt", batch=24),
-    # +sp, which also splits the images of a micro-batch over tp
-    Case("tp2+sp", check=FP64),
+    # tensor modes: +sp also splits the images of a micro-batch over tp
     Case("tp3xfsdp2+sp", batch=36, check=FP64),
-    Case("tp2xdp2+sp", model=ODD, check=FP64),
-    Case("pp2xtp2xdp2+sp", ZBV, batch=32),
-    # 2d
-    Case("tp4+2d", model=ODD, check=FP64),
     Case("tp4+2d", model={"norm_eps": 0.1}, check=FP64),
-    # 2.5d
-    Case("tp8+2.5d@2", check=FP64),
-    Case("tp8+2.5d", {"microbatches": 2}, model=ODD),
-    # 3d
     Case("tp8+3d", {"microbatches": 2}, model=ODD, check=FP64),
-    Case("tp8+3d+ckpt", model={"num_classes": 7}),
     # zero-bubble and V-shaped schedules
     Case("pp2", ZERO_BUBBLE),
     Case("pp2", DUALPIPEV, check=FP64),
-    Case("pp4", DUALPIPEV, model=EVERYTHING),
     Case("pp2xtp2", ZBV, model=EVERYTHING),
-    Case("pp3xdp2", {**DUALPIPEV, "split": (1, 1, 2, 2, 1, 1)}, batch=24),
-    Case("pp2", {**ZBV, "split": (1, 3, 3, 1)}),
+    Case("pp2", {**ZBV, "split": (1, 2, 2, 1)}, model={"depth": 6}),
     # memory
     Case("fsdp2+offload"),
-    Case("tp2xdp2+zero1+offload", check={"precision": "bf16"}),
-    Case("pp2xfsdp2+offload+ckpt"),
     # micro-batches of one image a rank
     Case("tp4+2d", {"microbatches": 4}, model=EVERYTHING, batch=8, check=FP64),
     # timing of the communication
     Case("dp2", check={"communication": Communication(bucket_cap_mb=0.5)}),
     Case("fsdp2", {"microbatches": 2}, check={"communication": Communication(prefetch=2)}),
     Case("pp2xfsdp2", check={"communication": Communication(reshard_after_forward=True)}),
-    Case("pp2xfsdp2", check={"communication": Communication(reduce_every_microbatch=True)}),
-    Case("dp2xfsdp2", {"microbatches": 2}, check={"communication": Communication(reduce_every_microbatch=True)}),
     Case("tp4+2d", {"microbatches": 2}, check={"communication": Communication(reduce_every_microbatch=True)}),
     Case(
-        "pp1: 0-3=dp2, *=fsdp2",
+        "pp1: 0-1=dp2, *=fsdp2",
         {"microbatches": 2},
         check={"communication": Communication(reduce_every_microbatch=True)},
     ),
     # 197 tokens, which no degree divides, and 196, which some do
     Case("tp2xfsdp2+sp", model=T197, batch=8),
     Case("tp2xfsdp2+sp", model=T196, batch=8),
-    Case("tp4+2d", model=T197, batch=8),
-    Case("tp8+3d", model=T196, batch=8),
     # layer by layer
-    Case("pp1: embed=fsdp4, 0-3=tp2xfsdp2, *=dp4+ckpt", check=FP64),
-    Case("pp1: 0-3=dp4, 4-7=fsdp4"),
-    Case("pp1: embed=dp4, 0-1=dp2xtp2, 2-3=tp2xdp2, 4-5=tp4, *=dp4", model=EVERYTHING, check=FP64),
-    Case("pp1: 0-1=tp4+2d, 2-3=tp4+sp, 4-5=tp4, *=fsdp2xdp2", model=EVERYTHING, check=FP64),
-    Case("pp1: embed=tp8+3d, 0-2=tp8+2.5d, 3-5=dp2xtp4+2d, *=fsdp4xtp2+sp", check=FP64),
+    Case("pp1: embed=tp8+3d, 0=tp8+2.5d, 1=dp2xtp4+2d, *=fsdp4xtp2+sp", check=FP64),
+    Case("pp1: 0=tp4+2d, 1=tp4+sp, 2=tp4, *=fsdp2xdp2", model=EVERYTHING, check=FP64),
     # Partial gradients over the same ranks: of two meshes, and of layers with fully_shard and without it.
-    Case("pp1: 0-3=dp2xfsdp2xtp2+sp, *=fsdp4xtp2+sp", check=FP64),
-    Case("pp1: 0-3=tp2xfsdp2+sp, *=tp2xdp2+sp", check=FP64),
-    Case("pp1: embed=dp6, 0-1=tp3xdp2, 2-3=dp2xtp3, 4-5=tp2xfsdp3, *=fsdp6", batch=36, check=FP64),
-    Case("pp1: 0-3=dp2xtp3, 4-7=fsdp3xtp2", batch=36),
-    Case("pp2: embed=fsdp4, 0-3=tp2xfsdp2, *=fsdp4+ckpt", check=FP64),
-    Case("pp2: embed=dp2, 0-3=dp2, *=tp2", check=FP64),
-    Case("pp2: 0-3=tp2, *=dp2+zero1", model=EVERYTHING, check=FP64),
-    Case("pp2: 0-1=tp2+sp, 3-4=dp2, 6=tp2, *=fsdp2", INTERLEAVED, check=FP64),
-    Case("pp2: 0-1=tp2, 3-4=dp2, 6=tp2+sp, *=fsdp2", ZBV, check=FP64),
-    Case("pp2: 0-2=tp4+2d, 3-4=tp2xdp2, *=dp4+zero2", check={"precision": "bf16"}),
-    Case("pp2: 0-3=dp2xfsdp2, head=tp4, *=tp4+2d+ckpt", {"schedule": "gpipe"}),
-    Case("pp3: 0-2=dp2, 3-5=tp2, *=fsdp2", {"split": (3, 3, 2)}, batch=24),
-    Case("pp1: 0-3=dp2+ckpt, 4-5=dp2+ckpt.selective, *=dp2+zero2", {"microbatches": 2}),
-    Case("pp1: embed=dp2+offload, 0-3=fsdp2+offload, *=dp2"),
+    Case("pp1: 0-1=dp2xfsdp2xtp2+sp, *=fsdp4xtp2+sp", check=FP64),
+    Case("pp1: 0-1=tp2xfsdp2+sp, *=tp2xdp2+sp", check=FP64),
+    Case("pp1: embed=dp6, 0=tp3xdp2, 1=dp2xtp3, 2=tp2xfsdp3, *=fsdp6", batch=36, check=FP64),
+    Case("pp2: embed=dp2, 0-1=dp2, *=tp2", check=FP64),
+    Case("pp2: 0-1=tp2, *=dp2+zero1", model=EVERYTHING, check=FP64),
+    Case("pp2: 0=tp2, 1=dp2, 2=tp2+sp, *=fsdp2", ZBV, check=FP64),
+    Case("pp2: 0=dp2xfsdp2, head=tp4, *=tp4+2d+ckpt", {"schedule": "gpipe"}),
+    Case("pp3: 0=dp2, 1-2=tp2, *=fsdp2", {"split": (1, 2, 1)}, batch=24),
+    Case("pp1: 0-1=dp2+ckpt, 2=dp2+ckpt.selective, *=dp2+zero2", {"microbatches": 2}),
+    Case("pp1: embed=dp2+offload, 0-1=fsdp2+offload, *=dp2"),
 )
 
 
@@ -236,7 +196,6 @@ SWIN_CASES = (
     # every role alone, pairs, triples
     _swin("dp1", {"microbatches": 4}, check=FP64),
     _swin("pp4", model=DEEP),
-    _swin("tp3xfsdp2", batch=12),
     _swin("dp2xfsdp2", check=FP64),
     _swin("pp2xtp2xdp2", check=FP64),
     _swin("pp2xtp2xfsdp2"),
@@ -246,20 +205,13 @@ SWIN_CASES = (
     _swin("tp9+2d", batch=36, check={**FP64, "recipe_steps": 0, "sgd_steps": 1}),
     # schedules
     _swin("pp2", {"schedule": "gpipe"}),
-    _swin("pp3", {"schedule": "gpipe"}, batch=12, check=FP64),
     _swin("pp2", ZERO_BUBBLE, check=FP64),
-    _swin("pp4", ZBV, model=DEEP),
     _swin("pp2xtp2", ZBV, model={"drop_path": 0.3}, check=FP64),
     _swin("pp2", DUALPIPEV, check=FP64),
-    _swin("pp3xdp2", DUALPIPEV, model={"depths": (1, 2, 3)}, batch=24),
     _swin("pp2xdp2", {"microbatch_size": 2}),
     # stages of any size
-    _swin("pp2", {"split": (1, 5)}, check=FP64),
-    _swin("pp2xdp2", {"split": (5, 1)}),
     _swin("pp2xtp2", {"split": "balanced"}, model={"depths": (1, 2, 4)}, check=FP64),
     _swin("pp2", {**INTERLEAVED, "split": (1, 2, 1, 2)}),
-    _swin("pp3", {"split": (3, 1, 2)}, batch=12),
-    _swin("pp2", {**ZBV, "split": (2, 1, 2, 1)}, check=FP64),
     # zero1, zero2, checkpointing, offload
     _swin("dp2xtp2+zero2", check=FP64),
     _swin("dp2+ckpt", check=FP64),
@@ -270,17 +222,10 @@ SWIN_CASES = (
     _swin("tp2xfsdp2+sp", check={"precision": "fp16"}),
     # layer by layer: names, numbers and both
     _swin("pp1: stage1=dp2, *=tp2", model=UNEVEN, check=FP64),
-    _swin("pp1: stage1=fsdp4, *=tp2xfsdp2", model=UNEVEN),
-    _swin("pp2: stage1=dp2, stage2=tp2+sp, *=fsdp2", check=FP64),
-    _swin("pp1: stage1=tp4+2d, stage2=dp4, stage3=tp4+sp, *=fsdp4", check=FP64),
     _swin("pp1: embed=dp4, 0=tp2xdp2, 1=fsdp4, stage2=tp4, *=dp4+zero2", check=FP64),
-    _swin("pp1: 0-2=dp4, 3-5=tp4"),
     _swin("pp2: 0-1=dp2+ckpt, stage3=fsdp2, *=tp2", {"split": (3, 3)}, check=FP64),
     _swin("pp2: stage1=tp2, stage3=tp2+sp, *=dp2+zero1", INTERLEAVED, check=FP64),
-    _swin("pp2: stage2=dp2, *=tp2", ZBV, check=FP64),
-    _swin("pp2: stage1=dp2, head=tp2, *=fsdp2", DUALPIPEV),
     _swin("pp1: stage1=tp8+3d, stage2=tp8+2.5d, *=dp2xtp4+2d", check=FP64),
-    _swin("pp2: stage1=dp4, stage2=tp4+2d, *=tp2xfsdp2+ckpt", {"schedule": "gpipe"}, check=FP64),
     # timing of the communication
     _swin("fsdp2", {"microbatches": 2}, check={"communication": Communication(prefetch=2)}),
     _swin("pp2xfsdp2", check={"communication": Communication(reduce_every_microbatch=True)}),
@@ -303,7 +248,6 @@ MODERN_CASES = (
     *(_modern("parallel", mesh) for mesh in ("tp3", "tp2+sp+ckpt", "tp4+2d+ckpt", "tp8+3d+ckpt")),
     _modern("dinov3_plus", "tp4+sp", {"microbatches": 2}),
     _modern("fc_norm", "tp2+sp"),
-    _modern("fc_norm", "tp8+3d"),
     _modern("inner norms", "tp3+sp", batch=12),
     _modern("rms", "tp4+2d"),
     _modern("deit3", "pp3", batch=12),
@@ -312,13 +256,11 @@ MODERN_CASES = (
     _modern("siglip_reg", "pp3xdp2", batch=12),
     _modern("siglip", "tp2xfsdp2+sp+ckpt"),
     _modern("vit5", "pp2xtp2", ZBV, model={"depth": 4}),
-    _modern("vit_22b", "fsdp2xtp2+sp"),
     _modern("vit_22b", "dp2+zero2", {"microbatches": 2}),
     _modern("eva02_tiny", "dp2xfsdp2+ckpt.selective"),
     _modern("dinov3", "pp2: 0=tp2, *=fsdp2"),
     _modern("eva02_clip", "pp2: 0=tp2+sp, 1=dp2, head=dp2, *=fsdp2+ckpt"),
     _modern("siglip2", "pp1: head=tp2, *=dp2"),
-    _modern("siglip_reg", "pp1: head=tp4+2d, *=tp4+2d", {"microbatches": 2}),
 )
 
 
@@ -330,20 +272,20 @@ def _updated(mesh: str, name: str, **settings: Any) -> Case:
 RATES = {"adamw": 1e-3, "adam": 1e-3, "lion": 1e-3, "lamb": 1e-3, "lars": 1.0, "muon": 1e-3, "adafactor": 1e-2}
 """Learning rates of optimizers."""
 UPDATED = (
-    *(_updated(mesh, name) for mesh in ("fsdp2", "tp2", "dp2+zero1") for name in RATES),
+    *(_updated("fsdp2", name) for name in RATES),
+    *(_updated("dp2+zero1", name) for name in ("adamw", "muon")),
     # These need norms of complete parameters, their rows and columns, or complete matrices; fsdp3 has empty shards.
     *(
         _updated(mesh, name)
-        for mesh in ("fsdp3", "tp2xfsdp2", "pp2", "tp4+2d", "pp1: 0-3=tp2xfsdp2, *=fsdp4")
+        for mesh in ("fsdp3", "tp4+2d", "pp1: 0-1=tp2xfsdp2, *=fsdp4")
         for name in ("lamb", "lars", "muon", "adafactor")
     ),
+    _updated("pp2", "lamb"),
+    _updated("tp2", "adafactor"),
     _updated("tp2xfsdp2", "lars", optimizer__momentum=0.0),
     _updated("tp2xfsdp2", "lars", optimizer__nesterov=True),
     _updated("tp2xfsdp2", "muon", optimizer__nesterov=False, optimizer__adjust_lr_fn="original"),
-    *(
-        Case(mesh, check={"optimizer__name": "sgd", "optimizer__momentum": 0.9, "optimizer__nesterov": True})
-        for mesh in ("fsdp2", "tp2")
-    ),
+    Case("fsdp2", check={"optimizer__name": "sgd", "optimizer__momentum": 0.9, "optimizer__nesterov": True}),
 )
 """Plans with every optimizer."""
 _mae, _bert, _t5 = _of("MAE"), _of("BERT"), _of("T5")
@@ -361,20 +303,16 @@ OTHER_TASKS = (
     # The vocabulary is split with tp, and its embedding shared with the head or the decoder.
     _bert("dp1", {"microbatches": 2}, check=FP64),
     _bert("dp2+zero2", {"microbatches": 2}, check=FP64),
-    _bert("tp4", check=FP64),
     _bert("tp2+sp", check={"precision": "bf16", **SGD}),
     _bert("fsdp2xtp2+sp", {"microbatches": 2}, check=FP64),
     _bert("tp2xdp2+sp+ckpt.selective", check=FP64),
     _bert("pp2xtp2", ZBV, check=FP64),
     _bert("pp1: embed=tp2+sp+ckpt, head=tp2+sp+ckpt, 0=tp2, 1=fsdp2, *=dp2", check=FP64),
-    _bert("pp1: embed=fsdp2, 0=tp2, 1=tp2+sp+ckpt, 2=dp2, *=fsdp2", check=FP64),
     _t5("dp2xtp2+zero1", check=FP64),
     _t5("tp2xfsdp2+sp", check=FP64),
     _t5("pp2xfsdp2", {"microbatches": 2}, check=FP64),
     _t5("pp2", INTERLEAVED, check=FP64),
-    _t5("pp1: embed=tp2, dec_embed=tp2, head=tp2, 0=fsdp2, *=tp2+sp", check=FP64),
     _t5("pp1: embed=fsdp2, 0=tp2, 1=dp2, 2=fsdp2, 3=tp2+sp, 4=tp2+ckpt, *=fsdp2", check=FP64),
-    _t5("tp2+sp", model=V1_1, check=FP64),
     _t5("tp2", model=V1_1, check={"precision": "fp16", **SGD}),
     _t5("pp2xtp2", DUALPIPEV, model={**V1_1, "depth": 1}, check=FP64),
 )
@@ -383,7 +321,6 @@ _tied, _table = _of("tied"), _of("relative")
 BF16 = {"precision": "bf16"}
 SHARING = (
     _tied("dp2", check=BF16),
-    _tied("fsdp2", check=BF16),
     _tied("tp2xfsdp2+sp", check=FP64),
     _tied("dp2+zero1", check=FP64),
     _tied("pp1: embed=fsdp2, head=fsdp2, *=tp2", check=FP64),
@@ -394,7 +331,6 @@ SHARING = (
     _tied("pp2xdp2", ZBV, check=BF16),
     _tied("pp2xfsdp2", DUALPIPEV, check=FP64),
     _tied("pp2", check={**FP64, "train__freeze": "1-2"}),
-    _table("dp2", check=BF16),
     _table("fsdp2", check={**BF16, "train__ema_decay": 0.9}),
     _table("tp2", check=FP64),
     _table("tp2xdp2+sp", check=BF16),
@@ -416,10 +352,9 @@ def lora(mesh: str, plan: dict[str, Any] | None = None, **settings: Any) -> Case
     return Case(mesh, plan or {}, check={**FP64, **lora}, family="LoRA")
 
 
-PROBE, LOWER, MIDDLE, HEAD = "embed, *", "embed, 0-1", "1-2", "2-3, head"
+PROBE, LOWER, MIDDLE = "embed, *", "embed, 0-1", "1-2"
 BITFIT, NORMS = "embed, *, !*.bias", "embed, 0, blocks.*, head, !blocks.[23].norm?.*"
 PARTLY_TRAINED = (
-    frozen(LOWER, "dp2+zero1"),
     frozen(MIDDLE, "dp2+zero2", {"microbatches": 2}),
     frozen(LOWER, "fsdp4+ckpt", {"microbatches": 2}),
     Case("dp2xfsdp2", check={"precision": "bf16", "train__freeze": LOWER, **SGD}, family="frozen"),
@@ -428,18 +363,14 @@ PARTLY_TRAINED = (
     frozen(PROBE, "pp2xtp2"),
     frozen(PROBE, "pp2xfsdp2", {"schedule": "gpipe"}),
     frozen(LOWER, "pp2", INTERLEAVED),
-    frozen(HEAD, "pp2xfsdp2", ZERO_BUBBLE),
     frozen(LOWER, "pp2", ZERO_BUBBLE),
     frozen("embed, 0", "pp2", ZBV),
     frozen(PROBE, "pp2xfsdp2", DUALPIPEV),
     frozen(LOWER, "pp2: embed=fsdp2, 0-1=tp2, 2=dp2+zero1, *=fsdp2"),
-    frozen(BITFIT, "tp2xfsdp2", {"microbatches": 2}),
     frozen(NORMS, "tp4+sp"),
     frozen("*.weight", "tp2xdp2+zero1"),
     frozen(NORMS, "pp2xdp2", ZERO_BUBBLE),
-    frozen(BITFIT, "pp2xfsdp2", ZBV),
     frozen("embed, *, !*.relative_position_bias_table, !*.bias", "tp2+sp", family="Swin"),
-    frozen("embed, stage1, stage2", "pp2: stage1=dp2, stage2=tp2, *=fsdp2", family="Swin"),
     lora("dp2"),
     lora("dp2+zero1", {"microbatches": 2}, targets=("qkv", "blocks.[01].mlp.fc2")),
     lora("tp2xfsdp2+ckpt"),
@@ -475,7 +406,10 @@ def representatives(cases: Sequence[Case], goals: Callable[[Case], Collection[An
     return found
 
 
-QUICK = {str(case) for case in representatives(ALL, lambda case: {case.family, *case.features})}
+QUICK = {
+    str(case)
+    for case in representatives(ALL, lambda case: {case.family, *(f for f in case.features if f.count(" x ") < 2)})
+}
 SLOW = {str(case) for case in representatives(ALL, lambda case: {(case.family, feature) for feature in case.features})}
 SLOW |= {str(case) for case in UPDATED}
 
@@ -483,8 +417,8 @@ SLOW |= {str(case) for case in UPDATED}
 def tiers() -> list[Any]:
     """Return test parameters of all plans, small ones first, marked by the command that runs them.
 
-    `make test` runs few plans that have every feature at least once, `make test-slow` few more that have every feature
-    with every family that the tables have it with, and `make soak` the rest.
+    `make test` runs few plans that have every feature at least once, except meshes of three axes. `make test-slow` runs
+    few more that have every feature with every family that the tables have it with, and `make soak` the rest.
     """
     found = []
     for case in sorted(ALL, key=lambda case: case.ranks):

@@ -15,7 +15,7 @@ from vitpar import model_config, parse, validate
 from vitpar.errors import StrategyError
 from vitpar.strategy.support import refuse_clashes
 
-DEPTH, BATCH = 6, 48
+DEPTH, BATCH = 4, 48
 MODEL = {"depth": DEPTH, "drop_path": 0.1, "layer_scale": 0.1, "qk_norm": True, "dropout": 0.1}
 # 0: a few fixed examples; N > 0: N examples that differ in every run.
 EXAMPLES = int(os.environ.get("VITPAR_RANDOM_PLANS", "0"))
@@ -37,7 +37,7 @@ def test_random_plans_match_one_process(ranks: Callable[[int], RankPool]) -> Non
     checked: set[str] = set()
 
     @settings(
-        max_examples=EXAMPLES or 6, derandomize=not EXAMPLES, database=None, suppress_health_check=list(HealthCheck)
+        max_examples=EXAMPLES or 4, derandomize=not EXAMPLES, database=None, suppress_health_check=list(HealthCheck)
     )
     @given(st.sampled_from([4, 6] if not EXAMPLES else [2, 4, 6, 8]).flatmap(lambda ranks: layerwise(ranks, DEPTH)))
     def check(case: Case) -> None:
@@ -48,5 +48,5 @@ def test_random_plans_match_one_process(ranks: Callable[[int], RankPool]) -> Non
         assert all(result.passed for result in results), (str(case), results[0].worst)
 
     check()
-    assert len(checked) >= 5, checked
+    assert len(checked) >= 3, checked
     assert any("pp2" in plan or "pp3" in plan for plan in checked)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -26,10 +26,9 @@ from helpers.plans import DUALPIPEV, INTERLEAVED, ZBV, ZERO_BUBBLE, Case
 from helpers.ranks import TIMEOUT, RankError, in_forks
 from vitpar import Execution, ViTConfig, model_config, parallelize, parse, validate
 from vitpar.models.initial import copy_whole_
-from vitpar.parallel.pipeline import build_schedule, pipeline_stage
 from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.sharded import box_of, local
-from vitpar.strategy import Plan, stages_of_rank
+from vitpar.strategy import Plan
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.training.step import TrainStep
 
@@ -164,42 +163,6 @@ def test_step_of_colossalais_64_ranks_equals_timm(mode: str) -> None:
     assert_equals_timm(Case(mesh, plan, {**published, "embed_dim": 128, "image_size": 32}, batch=64))
 
 
-class Scale(nn.Module):
-    """Stage that multiplies by its weight."""
-
-    def __init__(self, weight: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(weight, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
-
-def weight_of(stage: int) -> float:
-    return 1 + (stage % 5 - 2) / 100
-
-
-def step_of_scales(plan: Plan, microbatches: int) -> dict[int, float]:
-    """Return the gradient of each stage's weight, for the sum of the outputs for inputs 1, 2 and so on."""
-    list_actions_once(get_schedule_class(plan.schedule))
-
-    def rank(number: int) -> dict[int, float]:
-        modules = {index: Scale(weight_of(index)) for index in stages_of_rank(number, plan)}
-        stages = []
-        for index, module in modules.items():
-            takes, gives = (torch.empty(1, 1, 1, dtype=torch.float64, device="meta") for _ in range(2))
-            settings = (index, plan.num_stages, takes, gives, torch.device("cpu"), dist.group.WORLD)
-            stages.append(pipeline_stage(module, *settings))
-        schedule = build_schedule(plan, stages, microbatches, lambda outputs, targets: outputs.sum())
-        inputs = (torch.arange(1.0, microbatches + 1, dtype=torch.float64).view(-1, 1, 1),) if 0 in modules else ()
-        last = {"target": torch.zeros(microbatches), "losses": []} if plan.num_stages - 1 in modules else {}
-        schedule.step(*inputs, return_outputs=False, **last)
-        return {index: module.weight.grad.item() for index, module in modules.items()}
-
-    found = Turns(plan.world_size).run(rank)
-    return {index: gradient for gradients in found for index, gradient in gradients.items()}
-
-
 def list_actions_once(kind: type) -> None:
     """Let all ranks share torch's lists of actions, of which each makes those of all ranks."""
 
@@ -217,26 +180,6 @@ def list_actions_once(kind: type) -> None:
         once(kind, "_calculate_single_rank_operations", slice(1, 2))  # one for each rank
         once(schedules, "_validate_schedule", slice(0))
         once(schedules, "_add_send_recv", slice(0))
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("pp64", {"schedule": "gpipe", "microbatches": 8}),
-        Case("pp64", {"microbatches": 64}),
-        *(Case("pp64", {**schedule, "microbatches": 16}) for schedule in (INTERLEAVED, ZERO_BUBBLE, ZBV)),
-        pytest.param(Case("pp64", {**DUALPIPEV, "microbatches": 128}), marks=pytest.mark.soak),  # a minute
-        *(Case("pp256", {**schedule, "microbatches": 4}) for schedule in ({"schedule": "gpipe"}, INTERLEAVED)),
-    ],
-    ids=str,
-)
-def test_longest_pipelines_do_not_deadlock(case: Case) -> None:
-    plan = replace(parse(case.mesh), **case.plan)
-    count = case.plan["microbatches"]
-    (gradients,) = in_forks(step_of_scales, [{}], plan, count, seconds=TIMEOUT)
-    product = np.prod([weight_of(stage) for stage in range(plan.num_stages)])
-    expected = {stage: count * (count + 1) / 2 * product / weight_of(stage) for stage in range(plan.num_stages)}
-    assert gradients == pytest.approx(expected, rel=1e-12)
 
 
 def crossed(rank: int) -> None:

@@ -1,18 +1,12 @@
-"""Descriptions of a plan's communication, compared with the collectives that ranks call."""
+"""Descriptions of a plan's communication, which `vitpar plan` prints."""
 
 import re
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.ranks import RankPool
 from vitpar.models import model_config
-from vitpar.parallel import Communication, Execution, parallelize
 from vitpar.planner.describe import Summary, summarize
 from vitpar.strategy import Plan, parse, validate
 
@@ -38,89 +32,42 @@ def words_of(strategy: str, axis: str, layer: str = "blocks.0", **fields: Any) -
 ONCE, FORWARD = "once a step", "in forward of every micro-batch"
 BOTH = "in forward and in backward of every micro-batch"
 SCATTER = "reduce-scatter gradients"
-SENT: dict[int, list[tuple[str, str, dict[str, Any], list[int], str]]] = {
-    4: [
-        # Plan, axis, fields, [all-gathers, reduce-scatters, all-reduces] of a block in a step along data axes, words.
-        ("dp4", "dp", {"microbatches": 2}, [0, 0, 1], f"all-reduce gradients, {ONCE}"),
-        ("dp4+zero1", "dp", {"microbatches": 2}, [1, 1, 0], f"all-gather parameters and {SCATTER}, {ONCE}"),
-        ("dp4+zero2", "dp", {"microbatches": 2}, [1, 2, 0], f"{ONCE}; {SCATTER}, for every"),
-        ("fsdp4", "fsdp", {"microbatches": 2}, [4, 1, 0], f"{BOTH}; {SCATTER}, {ONCE}"),
-        ("dp2xfsdp2", "dp", {"microbatches": 1}, [2, 1, 1], f"all-reduce the shards of gradients, {ONCE}"),
-        ("pp2xfsdp2", "fsdp", {"microbatches": 4}, [1, 1, 0], f"parameters and {SCATTER}, {ONCE}"),
-        ("pp2xdp2+zero2", "dp", {"microbatches": 4}, [1, 4, 0], f"{ONCE}; {SCATTER}, for every"),
-        ("tp4+2d", "i", {"microbatches": 2}, [4, 1, 0], f"batch; all-gather parameters layer by layer, {BOTH}"),
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axis", "fields", "words"),
+    [
+        ("dp4", "dp", {"microbatches": 2}, f"all-reduce gradients, {ONCE}"),
+        ("dp4+zero1", "dp", {"microbatches": 2}, f"all-gather parameters and {SCATTER}, {ONCE}"),
+        ("dp4+zero2", "dp", {"microbatches": 2}, f"{ONCE}; {SCATTER}, for every"),
+        ("fsdp4", "fsdp", {"microbatches": 2}, f"{BOTH}; {SCATTER}, {ONCE}"),
+        ("dp2xfsdp2", "dp", {"microbatches": 1}, f"all-reduce the shards of gradients, {ONCE}"),
+        ("pp2xfsdp2", "fsdp", {"microbatches": 4}, f"parameters and {SCATTER}, {ONCE}"),
+        ("pp2xdp2+zero2", "dp", {"microbatches": 4}, f"{ONCE}; {SCATTER}, for every"),
+        ("tp4+2d", "i", {"microbatches": 2}, f"batch; all-gather parameters layer by layer, {BOTH}"),
+        ("tp8+2.5d", "d", {}, f"split the batch; all-reduce the shards of gradients, {ONCE}"),
+        ("dp2xtp4+2d", "dp", {}, f"all-reduce the shards of gradients, {ONCE}"),
+        ("fsdp2xtp4+2d", "i", {}, "split the batch; communicate in one group with fsdp"),
     ],
-    8: [
-        ("tp8+2.5d", "d", {}, [2, 1, 1], f"split the batch; all-reduce the shards of gradients, {ONCE}"),
-        ("dp2xtp4+2d", "dp", {}, [2, 1, 1], f"all-reduce the shards of gradients, {ONCE}"),
-        ("fsdp2xtp4+2d", "i", {}, [2, 1, 0], "split the batch; communicate in one group with fsdp"),
+)
+def test_words_of_data_axes(strategy: str, axis: str, fields: dict[str, Any], words: str) -> None:
+    """tests/parallel/test_collectives.py and test_priced_bytes.py count what ranks send."""
+    assert words in words_of(strategy, axis, **fields)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axis", "numbers"),
+    [
+        ("tp4", "tp", [2, 2]),
+        ("tp4+sp", "tp", [2, 2, 4, 2]),
+        ("tp4+2d", "j", [4, 4, 4, 2, 4]),
+        ("tp8+3d", "j", [2, 2, 4, 2]),
+        ("tp8+3d", "k", [2, 4, 2, 4, 2, 2]),
     ],
-}
-IN_BLOCKS: dict[int, list[tuple[str, list[int], dict[str, list[int]]]]] = {
-    4: [
-        # Plan, the same counts per micro-batch along tensor axes, and the numbers in each axis's description.
-        ("tp4", [0, 0, 4], {"tp": [2, 2]}),
-        ("tp4+sp", [2 + 4, 2 + 2, 0], {"tp": [2, 2, 4, 2]}),
-        ("tp4+2d", [4 + 4, 4, 6], {"j": [4, 4, 4, 2, 4]}),
-    ],
-    8: [("tp8+3d", [2 * (2 + 4), 2 * (2 + 2), 6], {"j": [2, 2, 4, 2], "k": [2, 4, 2, 4, 2, 2]})],
-}
-KINDS = ("allgather", "reducescatter", "allreduce")
-
-
-class Counted(TorchDispatchMode):
-    """Counter of collectives: `data` those of ``fully_shard`` and `GradientSum`, `tensor` the functional ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.data, self.tensor = Counter[str](), Counter[str]()
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = operation.name().partition("::")
-        kind = next((kind for kind in KINDS if name.replace("_", "").startswith(kind)), None)
-        if kind and "c10d" in namespace:
-            (self.tensor if "functional" in namespace else self.data)[kind] += 1
-        return operation(*args, **(kwargs or {}))
-
-
-def counts(device: torch.device, plan: Plan, depth: int) -> tuple[Counter[str], Counter[str]]:
-    """Return the collectives along data and along tensor axes in the second step of a model with `depth` blocks."""
-    config = replace(model_config("vit_nano_patch4_16", num_classes=12), depth=depth)
-    # A tiny bucket cap: such small blocks would share a message, unlike blocks of a real size.
-    model = parallelize(config, plan, Execution(32, communication=Communication(bucket_cap_mb=1e-6)), device)
-    images = torch.randn(32, 3, 16, 16)[model.image_rows(32)] if model.takes_images else None
-    labels = torch.zeros(32, dtype=torch.int64)
-    model.forward_backward(images, labels)
-    with Counted() as counted:
-        model.forward_backward(images, labels)
-    return counted.data, counted.tensor
-
-
-def sent_by_a_block(device: torch.device, plans: list[Plan]) -> list[tuple[list[int], list[int]]]:
-    """Return, for every plan, a block's collectives in a step along data and tensor axes; runs on every rank."""
-    found = []
-    for plan in plans:
-        more, fewer = counts(device, plan, 4), counts(device, plan, 2)
-        blocks = 2 // plan.pipeline_degree
-        data, tensor = ([(a[kind] - b[kind]) // blocks for kind in KINDS] for a, b in zip(more, fewer, strict=True))
-        found.append((data, tensor))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [4, 8])
-def test_descriptions_match_the_collectives(size: int, ranks: Callable[[int], RankPool]) -> None:
-    """`vitpar plan` prints these descriptions, so the numbers in them must equal the counted collectives."""
-    plans = [planned(strategy, 32, **fields) for strategy, _, fields, _, _ in SENT[size]]
-    plans += [planned(strategy, 32) for strategy, _, _ in IN_BLOCKS[size]]
-    found = ranks(size).run(sent_by_a_block, plans)[0]
-    for (strategy, axis, fields, expected, words), (data, _) in zip(SENT[size], found, strict=False):
-        assert data == expected, strategy
-        assert words in words_of(strategy, axis, **fields)
-    for (strategy, expected, numbers), (_, tensor) in zip(IN_BLOCKS[size], found[len(SENT[size]) :], strict=True):
-        assert tensor == expected, strategy
-        for axis, wanted in numbers.items():
-            assert [int(number) for number in re.findall(r"\b\d\b", words_of(strategy, axis))] == wanted, strategy
+)
+def test_collectives_of_a_block_along_tensor_axes(strategy: str, axis: str, numbers: list[int]) -> None:
+    """tests/strategy/test_traffic.py compares the table with what a block sends."""
+    assert [int(number) for number in re.findall(r"\b\d\b", words_of(strategy, axis))] == numbers
 
 
 def test_stem_and_head_have_their_own_descriptions() -> None:

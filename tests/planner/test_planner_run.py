@@ -74,13 +74,12 @@ def test_measured_steps_record_the_load_of_other_programs(ranks: Callable[[int],
 
 
 @pytest.mark.slow
-def test_profile_search_validate_and_check_work_in_sequence(tmp_path: Path, vitpar: Command) -> None:
+def test_profile_validate_and_search_work_in_sequence(tmp_path: Path, vitpar: Command) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = ("--recipe", "recipe.toml")
     vitpar("profile", "hardware", "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
     vitpar("profile", "model", *recipe, "--ranks", "2", "--seconds", "0.01", "--device", "cpu")
-    vitpar("search", *recipe, "--memory", "1GB", "--out", "plan.json", "--report", "report.html")
-    validation = ("validate", "plan.json", "pp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--json")
+    validation = ("validate", "dp2", "pp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--json")
     found = json.loads(vitpar(*validation, "--out", "rows.json"))
     assert len(found["rows"]) == 2 and found["repeat"]["mean"] >= 0
     assert found == json.loads((tmp_path / "rows.json").read_text())
@@ -93,7 +92,6 @@ def test_profile_search_validate_and_check_work_in_sequence(tmp_path: Path, vitp
     vitpar("validate", "dp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--correct", "better")
     files = ("--hardware", "better/hardware.json", "--model-profile", "better/model.json")
     assert "profiles were corrected: computation x" in vitpar("search", *recipe, *files, "--memory", "1GB")
-    vitpar("check", "--mesh", "plan.json", *recipe, "--batch-size", "8")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Reports of a prediction: uncertainty, timeline, layer map, rank placement and colours."""
+"""Reports of a prediction: uncertainty, timeline, layer map and rank placement."""
 
 import itertools
 import json
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from helpers.colours import KINDS, closest
 from helpers.html_pages import Page, charts_of
 from helpers.planner_reports import CONFIG, ORIGIN, costs_of
 from vitpar.planner.cost.layer import LayerCosts
@@ -209,17 +208,8 @@ def test_maps_are_left_out_where_the_plan_says_it_all() -> None:
     assert mixed.startswith("Layers and ranks ranks layers strategy") and "Ranks on each" not in mixed
 
 
-TIME = tuple(name for name in COLOURS if name not in PARTS and not name.endswith(" gradients"))
-TIME += ("gradients", "optimizer", "teacher")
 SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "input gradients"))}
 """Pairs of names with the same meaning, which share a colour."""
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("names", [TIME, PARTS], ids=["time", "memory"])
-def test_chart_colours_are_distinguishable_for_colour_blind_readers(names: tuple[str, ...], kind: str) -> None:
-    apart, *pair = closest({COLOURS[name] for name in names}, kind)
-    assert apart > 15, f"{pair} look alike ({apart:.0f})"
 
 
 def test_each_colour_has_one_meaning() -> None:

@@ -6,12 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.colours import KINDS, closest
 from helpers.run_folders import event, start, train_row, write_run
 from vitpar.runs.chart import Chart, Line, data_of, figure, numbers
 from vitpar.runs.charts import MOST_MARKS, charts, marks_of
 from vitpar.runs.folder import RunRecord
-from vitpar.runs.pages.figures import COLOURS, SERIES
 from vitpar.runs.pages.plotly import Charts
 
 
@@ -100,29 +98,3 @@ def test_charts_are_those_of_recorded_metrics(tmp_path: Path) -> None:
     assert found["chart-Image size-0"]["whole"] and found["chart-Image size-0"]["lines"][0]["y"][-1] == 128
     (training,) = found["chart-Top-1-0"]["lines"]
     assert training["name"] == "training" and training["y"][0] == 50 and len(html) == len(found) == 10
-
-
-def test_colours_of_runs_are_distinguishable_for_colour_blind_readers() -> None:
-    for kind in KINDS:
-        for theme in (0, 1):  # light and dark
-            apart, *pair = closest([pair[theme] for pair in SERIES], kind)
-            assert apart > 15, f"{kind}: {pair} look alike ({apart:.0f})"
-
-
-def contrast(one: str, two: str) -> float:
-    """Return the contrast of two colours by the Web Content Accessibility Guidelines 2.1."""
-
-    def luminance(colour: str) -> float:
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        r, g, b = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in parts)
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b
-
-    light, dark = sorted((luminance(one), luminance(two)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def test_lines_contrast_with_the_page_and_mean_nothing_else() -> None:
-    """Graphics need a contrast of 3 (guideline 1.4.11)."""
-    for light, dark in SERIES:
-        assert contrast(light, "#ffffff") > 3 and contrast(dark, "#121416") > 3
-    assert not {colour for pair in SERIES for colour in pair} & set(COLOURS.values())

@@ -56,13 +56,11 @@ def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, pla
         os.kill(
             next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()), signal.SIGSTOP
         )
-        begun = time.monotonic()
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 1
         assert re.match(rf"error: the run hangs: rank 1 on {HOST} gave no sign of life for \S+ s: its ", errors)
         assert errors.count("\n") == 1 and errors.endswith(f"stacks are in '{name}/hang'\n"), errors
         assert "computing step" in errors
-        assert time.monotonic() - begun < 60
         wait_for(lambda: not alive(ranks), process, ended=True)
     dumps = {path.name: path.read_text() for path in (place / name / "hang").iterdir()}
     assert dumps.keys() == {f"rank{rank}.txt" for rank in range(len(ranks)) if rank != 1}

@@ -7,18 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from helpers import trained
 from helpers.command_line import run
 from helpers.ranks import RankPool
 from helpers.run_folder import rows_of
+from helpers.watched import WEIGHT, watched
 from vitpar import parse
-from vitpar.errors import RecipeError
 from vitpar.recipe import Recipe
-from vitpar.sharded import local
-from vitpar.training import due as due_file
 
 
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
@@ -30,53 +26,6 @@ def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
         "model.depth": 2,
     }
     return trained.recipe_of(data, mesh, **{**values, **settings})
-
-
-def spoilt(
-    device: torch.device, recipe: Recipe, folder: Path, name: str, rank: int, steps: tuple[int, ...], value: float
-) -> tuple[str | None, dict[str, Any]]:
-    """Train with a fault on `rank` in `steps`.
-
-    Return the error that stopped the run, and parameter sums after each step.
-    Runs on every rank.
-
-    name: parameter whose reduced gradient gets `value`; "loss" multiplies the loss by it; "update" writes it into a
-    parameter after the update
-    """
-    trainer = trained.trainer_of(recipe, folder)
-    backward, step = trainer.model.forward_backward, trainer.step
-    now = [0]
-    sums: dict[str, Any] = {}
-
-    def spoil(*args: Any) -> Tensor:
-        loss = backward(*args)
-        if now[0] in steps and trainer.rank == rank:
-            if name in ("loss", "update"):
-                return loss * value if name == "loss" else loss
-            local(dict(trainer.model.named_parameters())[name].grad).view(-1)[0] = value
-        return loss
-
-    def watched(number: int, batch: Any) -> Any:
-        now[0] = number
-        result = step(number, batch)
-        if name == "update" and number in steps and trainer.rank == rank:
-            local(dict(trainer.model.named_parameters())[WEIGHT].detach()).view(-1)[0] = value
-        sums[str(number)] = [float(local(p.detach()).double().sum()) for _, p in trainer.model.named_parameters()]
-        return result
-
-    trainer.model.forward_backward, trainer.step = spoil, watched  # type: ignore[method-assign]
-    patch = pytest.MonkeyPatch()
-    patch.setattr(due_file, "LOOK_S", 1e9)  # ranks read losses only at the log interval
-    try:
-        trainer.run()
-    except RecipeError as error:
-        return str(error), sums
-    finally:
-        patch.undo()
-    return None, sums
-
-
-WEIGHT = "blocks.1.mlp.fc1.weight"
 
 
 @pytest.mark.parametrize(
@@ -92,8 +41,8 @@ def test_divergence_error_names_step_rank_and_parameter(
 ) -> None:
     """The run diverges at a checkpoint's own step, before later steps are logged; that checkpoint is not written."""
     folder = tmp_path / "run"
-    answers = ranks(parse(mesh).world_size).run(spoilt, recipe_of(data, mesh), folder, name, rank, (4,), math.nan)
-    sentences = {error for error, _ in answers}
+    answers = ranks(parse(mesh).world_size).run(watched, recipe_of(data, mesh), folder, math.nan, rank, (4,), name)
+    sentences = {error for _, error in answers}
     assert len(sentences) == 1, sentences
     (sentence,) = sentences
     assert sentence is not None and sentence.startswith("the training diverged at step 4 (loss ")
@@ -143,10 +92,10 @@ def test_nothing_non_finite_is_evaluated_or_saved(
     tmp_path: Path,
     ranks: Callable[[int], RankPool],
 ) -> None:
-    arguments = (recipe_of(data, mesh, **settings), tmp_path / "run", name, rank, (step,), value)
-    for error, sums in ranks(2).run(spoilt, *arguments):
+    arguments = (recipe_of(data, mesh, **settings), tmp_path / "run", value, rank, (step,), name)
+    for seen, error in ranks(2).run(watched, *arguments):
         assert error is not None and re.match(words, error), error
-        assert name == "update" or math.isnan(sums[max(sums)][0]), "nothing was spoilt"
+        assert name == "update" or not seen[-1]["finite"], "nothing was spoilt"
     assert rows_of(tmp_path / "run", "eval") == []
     assert not list((tmp_path / "run" / "checkpoints").glob("*"))
 
@@ -160,10 +109,9 @@ def test_skipped_step_changes_no_parameter(
     recipe = recipe_of(
         data, "tp2", **{"faults.non_finite": "skip"}, **{"faults.max_skipped": 3}, **{"train.ema_decay": 0.9}
     )
-    for error, sums in ranks(2).run(spoilt, recipe, folder, name, 1, (2, 3, 5), math.nan):
+    for seen, error in ranks(2).run(watched, recipe, folder, math.nan, 1, (2, 3, 5), name):
         assert error is None, error
-        same = [sums[str(step)] == sums[str(step - 1)] for step in range(2, 7)]
-        assert same == [True, True, False, True, False]
+        assert [step["same"] for step in seen] == [False, True, True, False, True, False]
     rows = rows_of(folder)
     assert [row["skipped"] for row in rows] == [False, True, True, False, True, False]
     bad = (rows[1]["bad_loss_ranks"], rows[1]["bad_gradient"], rows[1]["bad_ranks"])
@@ -178,14 +126,13 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(
 ) -> None:
     folder = tmp_path / "run"
     recipe = recipe_of(data, "dp2", **{"faults.non_finite": "skip"}, **{"faults.max_skipped": 2})
-    answers = ranks(2).run(spoilt, recipe, folder, WEIGHT, 1, (2, 4, 5), math.nan)
-    for error, sums in answers:
+    for seen, error in ranks(2).run(watched, recipe, folder, math.nan, 1, (2, 4, 5), WEIGHT):
         assert error is not None and error.startswith("2 steps in a row were skipped, the last at step 5 (")
         assert f"the gradient of {WEIGHT} on rank 1" in error and "faults.max_skipped" in error
-        assert all(map(math.isfinite, sums["5"]))
+        assert seen[-1]["finite"]
     assert [row["skipped"] for row in rows_of(folder)] == [False, True, False, True, True]
     folder, recipe = tmp_path / "in_vain", recipe_of(data, "dp2", **{"faults.non_finite": "skip"})
-    for error, _ in ranks(2).run(spoilt, recipe, folder, WEIGHT, 1, range(1, 7), math.nan):
+    for _, error in ranks(2).run(watched, recipe, folder, math.nan, 1, range(1, 7), WEIGHT):
         assert (
             error is not None
             and "no update was done yet" in error
@@ -198,7 +145,7 @@ def test_skip_mode_does_not_change_a_finite_run(data: Path, tmp_path: Path, rank
     losses = []
     for way in ("stop", "skip"):
         recipe = recipe_of(data, "fsdp2", **{"faults.non_finite": way})
-        ranks(2).run(spoilt, recipe, tmp_path / way, WEIGHT, 0, (), 0.0)
+        ranks(2).run(watched, recipe, tmp_path / way)
         losses.append([(row["loss"], row["grad_norm"]) for row in rows_of(tmp_path / way)])
     assert losses[0] == losses[1]
 

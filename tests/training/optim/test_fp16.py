@@ -14,12 +14,12 @@ from torch import Tensor
 from helpers import trained
 from helpers.ranks import RankPool
 from helpers.run_folder import rows_of
+from helpers.watched import watched
 from vitpar import parse
 from vitpar.errors import RecipeError
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.sections.training import LossScaleSection
-from vitpar.sharded import local
 from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.norms import clip_, global_norm
 
@@ -30,75 +30,6 @@ FP16_LOSS = 2e-3
 def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
     values = {"train.batch_size": 8, "train.eval_every": 6, "train.precision": "fp16", "model.init": "timm"}
     return trained.recipe_of(data, mesh, **{**values, "checkpoint.every": None, **settings})
-
-
-class Watch:
-    """A trainer that records, for each step, which of this rank's tensors changed.
-
-    spoil: value written into one gradient element after the reduction, on rank `rank`, in the steps `steps`
-    """
-
-    def __init__(self, recipe: Recipe, folder: Path, spoil: float | None, rank: int, steps: tuple[int, ...]) -> None:
-        self.trainer = trained.trainer_of(recipe, folder)
-        self.seen: list[dict[str, Any]] = []
-        self._spoil, self._rank, self._steps = spoil, rank, steps
-        self._real = self.trainer.step
-        self._backward = self.trainer.model.forward_backward
-        self.trainer.step = self._step  # type: ignore[method-assign]
-        self.trainer.model.forward_backward = self._spoilt  # type: ignore[method-assign]
-
-    def _spoilt(self, *args: Any) -> Tensor:
-        loss = self._backward(*args)
-        if self._number in self._steps and self.trainer.rank == self._rank and self._spoil is not None:
-            gradients = [local(p.grad) for _, p in self.trainer.model.named_parameters() if local(p.grad).numel()]
-            gradients[-1].view(-1)[0] = self._spoil
-        return loss
-
-    def _step(self, number: int, batch: Any) -> Any:
-        self._number = number
-        before, scale = self._kept(), self.trainer.state.loss_scale
-        result = self._real(number, batch)
-        after = self._kept()
-        equal = [torch.equal(old, new) for old, new in zip(before, after, strict=False)]
-        same = len(before) == len(after) and all(equal)  # the first update creates the optimizer state
-        finite = all(bool(value.isfinite().all()) for value in after)
-        dropped = all(p.grad is None for _, p in self.trainer.model.named_parameters() if local(p).numel())
-        self.seen.append(
-            {
-                "same": same,
-                "changed": not any(equal),
-                "finite": finite,
-                "dropped": dropped,
-                "scale": scale and scale.scale,
-            }
-        )
-        return result
-
-    def _kept(self) -> list[Tensor]:
-        """Return copies of this rank's non-empty parameters, their moving averages and the optimizer state."""
-        trainer = self.trainer
-        kept = [local(p.detach()) for _, p in trainer.model.named_parameters()]
-        kept += list(trainer.ema.average.values()) if trainer.ema else []
-        states = trainer.optimizer.torch_optimizer.state.values()
-        kept += [value for state in states for value in state.values() if isinstance(value, Tensor)]
-        return [value.clone() for value in kept if value.numel()]
-
-
-def watched(
-    device: torch.device,
-    recipe: Recipe,
-    folder: Path,
-    spoil: float | None = None,
-    rank: int = 0,
-    steps: tuple[int, ...] = (),
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Return the record of each step on this rank, and the error that stopped the run, if any; runs on every rank."""
-    watch = Watch(recipe, folder, spoil, rank, steps)
-    try:
-        watch.trainer.run()
-    except RecipeError as error:
-        return watch.seen, str(error)
-    return watch.seen, None
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_resumed_run_is_bitwise_equal_to_an_unstopped_run(
     """Dropout, augmentation, mixup, weight decay and the loss scale must continue exactly where they stopped."""
     # An initial loss scale that overflows, so that the scaler has state to restore.
     scale = {"loss_scale.initial_scale": 2.0**24, "loss_scale.hysteresis": 1} if precision == "fp16" else {}
-    settings = {**RANDOM, **scale, "train.precision": precision, "train.eval_every": STEPS}
+    settings = {**RANDOM, **scale, "model.depth": 2, "train.precision": precision, "train.eval_every": STEPS}
     settings["optimizer.weight_decay_end"] = 5.0
     pool, recipe = ranks(parse(mesh).world_size), recipe_of(data, mesh, **settings)
     pool.run(train, recipe, tmp_path / "through")

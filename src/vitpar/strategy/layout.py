@@ -28,11 +28,7 @@ from vitpar.strategy.layer import Strategy
 
 @dataclass(frozen=True)
 class ActivationPart:
-    """Equal part of an activation's batch and features.
-
-    `tokens` is the place of a split of the tokens (context parallelism). No strategy splits them yet, and `overlap` and
-    `moves` do not know of it.
-    """
+    """Equal part of an activation's batch and features."""
 
     row: int = 0
     """Index of the part of the batch, from 0."""
@@ -42,10 +38,6 @@ class ActivationPart:
     """Index of the part of the features, from 0."""
     features: int = 1
     """Number of parts of the features."""
-    token: int = 0
-    """Index of the part of the tokens, from 0."""
-    tokens: int = 1
-    """Number of parts of the tokens."""
 
     def row_range(self, batch: int) -> range:
         """Return the indices of the part's rows in a batch of `batch` rows."""
@@ -64,7 +56,7 @@ class ActivationPart:
     @property
     def share(self) -> float:
         """Share of the activation, above 0 and up to 1."""
-        return 1 / (self.rows * self.tokens * self.features)
+        return 1 / (self.rows * self.features)
 
 
 Layout = tuple[ActivationPart, ...]

@@ -31,7 +31,6 @@ from vitpar.planner.search.mixing import Mixer
 from vitpar.planner.search.ranking import BestPlans, SearchEffort
 from vitpar.planner.search.result import Result
 from vitpar.planner.search.space import Space
-from vitpar.strategy import Plan
 from vitpar.strategy.selectors import Groups
 
 now = time.thread_time
@@ -51,7 +50,6 @@ class Search(CostedSpace):
     ) -> None:
         super().__init__(space, costs, moments)
         self.effort = effort
-        self._searched: set[tuple[Plan, int]] = set()  # plans whose `frontier` was searched
 
     def best(
         self, budget: float, progress: Progress = lambda done, total, best: None, effort: SearchEffort | None = None
@@ -92,9 +90,8 @@ class Search(CostedSpace):
     @property
     def _short(self) -> SearchEffort:
         """Limits of the searches for smaller budgets, whose plans are mainly alternatives."""
-        effort = self.effort
-        seconds = min(3.0, effort.seconds)
-        return replace(effort, tolerance=0.01, outlines=10, mixes=2, changes=0, seconds=seconds, patient=False)
+        seconds = min(3.0, self.effort.seconds)
+        return replace(self.effort, tolerance=0.01, outlines=10, mixes=2, changes=0, seconds=seconds, patient=False)
 
     def _uniform(
         self,
@@ -176,19 +173,18 @@ class Search(CostedSpace):
     def frontier(self, best: Price, points: int = 6, step: float = 0.7) -> tuple[Price, ...]:
         """Return the fastest plans of the space for decreasing memory, `best` first.
 
-        Each plan needs at most `step` times the memory of the one before. Short searches for these budgets add prices,
-        once per plan; the plans are then chosen from all cached prices. If none needs that little, the plan with the
+        Each plan needs at most `step` times the memory of the one before. Short searches for these budgets add prices;
+        the plans are then chosen from all cached prices. If none needs that little, the plan with the
         least memory follows the best.
 
         points: number of plans at most
         """
-        key, budget = (best.plan, best.batch_size), best.memory_bytes
-        for _ in range(0 if key in self._searched else points - 1):
+        budget = best.memory_bytes
+        for _ in range(points - 1):
             plans = self.best(step * budget, effort=self._short).plans
             if not plans:
                 break
             budget = plans[0].memory_bytes
-        self._searched.add(key)
         # Choose from all prices only now: a search for a smaller budget may have found the fastest for a larger one.
         # Uniform plans may be priced without being in the space (`reasons`).
         known = [one for one in self._prices.values() if not one.plan.is_uniform or self.space.covers(one.plan)]

@@ -10,6 +10,7 @@ from vitpar.errors import StrategyError
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.search.best import Search
+from vitpar.planner.search.ranking import BestPlans, SearchEffort
 from vitpar.strategy import validate
 
 PURPOSES = {
@@ -74,9 +75,12 @@ def gains(
             space, effort = searching.space, searching.effort
             limits = replace(effort, seconds=EFFORT * effort.seconds, patient=False)
             prices += Search(replace(space, batch_sizes=(batch_size,)), here, moments, limits).best(memory).plans[:1]
-        if fitting := [one for one in prices if one.memory_bytes <= memory]:
-            fastest = max(fitting, key=lambda one: one.images_per_second)
-            improvements.append(Gain(change, fastest, best.images_per_second / fastest.images_per_second - 1))
+        fitting = BestPlans(SearchEffort())
+        for one in (one for one in prices if one.memory_bytes <= memory):
+            fitting.offer(one)
+        if fitting.ranked:
+            chosen = fitting.ranked[0]
+            improvements.append(Gain(change, chosen, best.images_per_second / chosen.images_per_second - 1))
     return tuple(sorted(improvements, key=lambda gain: gain.time))
 
 

@@ -31,7 +31,7 @@ class SearchEffort:
 
 
 class BestPlans:
-    """The best prices so far, at most one per `form`.
+    """The best prices so far, one per `form`.
 
     plans: fastest first
     plain: the fastest with one strategy for all layers; None if there is none
@@ -40,6 +40,7 @@ class BestPlans:
     def __init__(self, effort: SearchEffort) -> None:
         self.plans: list[Price] = []
         self.plain: Price | None = None
+        self._of_form = dict[tuple[object, ...], Price]()
         # Half of the tolerance is for ruling out plans, half for preferring a simple plan (`ranked`): together they
         # stay within it.
         self._most, self._tolerance, self._simpler = 1 + effort.alternatives, effort.tolerance / 2, effort.simpler
@@ -60,30 +61,37 @@ class BestPlans:
         if len(price.plan.distinct) == 1 and (not self.plain or price.images_per_second > self.plain.images_per_second):
             self.plain = price
         mine = form(price)
-        if any(form(p) == mine and p.images_per_second >= price.images_per_second for p in self.plans):
+        if mine in self._of_form and self._of_form[mine].images_per_second >= price.images_per_second:
             return
-        self.plans = [other for other in self.plans if form(other) != mine]
-        self.plans.append(price)
-        self.plans.sort(key=lambda p: -p.images_per_second)
-        del self.plans[self._most :]
+        self._of_form[mine] = price
+        self.plans = sorted(self._of_form.values(), key=lambda p: -p.images_per_second)
 
     @property
     def ranked(self) -> tuple[Price, ...]:
-        """The plan to choose, then the other plans, fastest first.
+        """The plan to choose, then other plans, fastest first.
 
-        It has the fewest strategies of all that are nearly as fast as the fastest (`SearchEffort.simpler`), and among
-        the fastest of those, within the tolerance, the fewest micro-batches and the least memory.
+        The first has the fewest strategies of all that are nearly as fast as the fastest (`SearchEffort.simpler`), and
+        among the fastest of those, within the tolerance, the fewest micro-batches and the least memory. The others are
+        those without a plan of fewer strategies that is nearly as fast.
         """
         if not self.plans:
             return ()
-        every = [*self.plans, *((self.plain,) if self.plain and all(p is not self.plain for p in self.plans) else ())]
+        every = [*self.plans[: self._most], *([self.plain] if self.plain else [])]
         near = [p for p in every if p.images_per_second >= (1 - self._simpler) * self.plans[0].images_per_second]
         fewest = min(len(p.plan.distinct) for p in near)
         simple = [p for p in near if len(p.plan.distinct) == fewest]
         enough = (1 - self._tolerance) * max(p.images_per_second for p in simple)
         alike = [p for p in simple if p.images_per_second >= enough]
         first = min(alike, key=lambda p: (p.plan.microbatches or 1, p.memory_bytes))
-        return first, *(one for one in every if one is not first)
+        others, fastest = list[Price](), dict[tuple[int, int], float]()  # by batch size and number of strategies
+        for one in sorted(self.plans, key=lambda p: len(p.plan.distinct)):
+            batch_size, number = one.batch_size, len(one.plan.distinct)
+            simpler = [fastest.get((batch_size, fewer), 0.0) for fewer in range(number)]
+            if (1 - self._simpler) * one.images_per_second > max(simpler):
+                others.append(one)
+            fastest[batch_size, number] = max(one.images_per_second, fastest.get((batch_size, number), 0.0))
+        others.sort(key=lambda p: -p.images_per_second)
+        return first, *[one for one in others if one is not first][: self._most - 1]
 
 
 def form(price: Price) -> tuple:

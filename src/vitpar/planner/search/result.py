@@ -21,7 +21,7 @@ class Result:
     bound: float
     """Images per second that no plan of the space exceeds, with any mix of strategies."""
     exact: bool
-    """Whether every plan of the space was priced or ruled out by a bound."""
+    """Whether `bound` is within the tolerance of the fastest plan that was found."""
     outlines: int
     """Number of outlines: combinations of pipeline, batch size and number of micro-batches."""
     priced: int

@@ -28,7 +28,7 @@ SIMPLER = 1e-3
 
 
 @dataclass(frozen=True)
-class Mix:
+class LayerMix:
     """A split into stages, the first few or all, and a strategy for each of their layers."""
 
     seconds: float
@@ -75,7 +75,7 @@ class Programme:
         self._sections = [0, *sections.of_block, len(sections.sections) - 1]
         self._delays = not table.outline.pipeline.splits_backward
 
-    def best(self, limit: float) -> list[Mix]:
+    def best(self, limit: float) -> list[LayerMix]:
         """Return the fastest mixes that were found of those that take less than `limit` seconds, the fastest first."""
         held = self._within(limit, limit) if limit > 0 else []
         found = held
@@ -89,17 +89,17 @@ class Programme:
                 held, found = mixes, found + mixes
         return sorted(found, key=lambda one: one.seconds)[:ALTERNATIVES]
 
-    def _within(self, cap: float, limit: float) -> list[Mix]:
+    def _within(self, cap: float, limit: float) -> list[LayerMix]:
         """Return mixes of at most `limit` seconds whose stages take at most `cap` each, the fastest first."""
         table = self._table
         start, before, seconds, slowest = 0, 0.0, 0.0, 0.0
         sizes, columns, peaks = tuple[int, ...](), tuple[int, ...](), tuple[float, ...]()
-        mixes = list[Mix]()
+        mixes = list[LayerMix]()
         for number in range(self._stages):
             caps = np.full(5, cap)
             caps[0] = min(cap, limit - self._delays * before)
             mixes = [
-                Mix(
+                LayerMix(
                     max(seconds, slowest, float(sums[TIMES].max()), float(sums[0]) + self._delays * before),
                     max(slowest, float(sums[TIMES].max())),
                     float(sums[EACH]),

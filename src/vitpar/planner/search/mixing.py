@@ -11,7 +11,7 @@ import numpy as np
 from vitpar.planner.cost.price import Price
 from vitpar.planner.search.bounds import PlanOutline, uniform_bounds
 from vitpar.planner.search.costed import CostedSpace
-from vitpar.planner.search.dynamic import Mix, Programme
+from vitpar.planner.search.dynamic import LayerMix, Programme
 from vitpar.planner.search.ends import with_layers, with_tied_alike
 from vitpar.planner.search.loads import Array, Indices, undominated
 from vitpar.planner.search.options import Choices
@@ -266,7 +266,7 @@ class Mixer:
                 other: Strategy = choices.strategies[column][0]
                 yield with_layers(plan, {**strategies, **dict.fromkeys(names, other)})
 
-    def _plan(self, outline: PlanOutline, choices: Choices, mix: Mix) -> Plan:
+    def _plan(self, outline: PlanOutline, choices: Choices, mix: LayerMix) -> Plan:
         """Return the plan of a mix."""
         names = self._config.layer_names
         layers = {name: choices.strategies[column][0] for name, column in zip(names, mix.columns, strict=True)}

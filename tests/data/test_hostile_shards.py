@@ -33,6 +33,26 @@ from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import DataError
 
 
+def test_every_flipped_bit_in_an_indexed_image_is_detected(tmp_path: Path) -> None:
+    """JPEG decoders accept most damaged files, so the index has checksums."""
+    write_tree(tmp_path / "source")
+    pack(tmp_path / "source", tmp_path / "packed")
+    shards = ShardSet.open(tmp_path / "packed", "train")
+    jpegs = [i for i in range(len(shards)) if shards.read(i)[:2] == b"\xff\xd8"]
+    path, whole = shards.files[0], shards.files[0].read_bytes()
+    draw = np.random.default_rng(0)
+    for i in jpegs * 5:
+        data = bytearray(shards.read(i))
+        place = int(draw.integers(len(data) // 2, len(data) - 2))
+        data[place] ^= 1 << int(draw.integers(8))
+        path.write_bytes(whole.replace(shards.read(i), bytes(data)))
+        os.utime(path, ns=(0, shards._stamps[path][1]))
+        with pytest.raises(BadImage, match="its checksum differs from the index"):
+            shards.read(i)
+        path.write_bytes(whole)
+        os.utime(path, ns=(0, shards._stamps[path][1]))
+
+
 def test_stream_refuses_images_that_fail_strict_decoding(tmp_path: Path) -> None:
     """Streams have no checksums, so the decoder must be strict where Pillow fills in missing data."""
     data = jpeg(64, 64)

@@ -85,6 +85,19 @@ def test_cifar_is_packed_unchanged(tmp_path, hundred, binary, archive):
         assert found == sorted((label, pixels.tobytes()) for label, pixels in expected)
 
 
+class Hostile:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('it ran')",)
+
+
+def test_cifar_pickles_run_no_code(tmp_path):
+    files, _, _ = cifar_files(hundred=False, binary=False)
+    files["data_batch_3"] = pickle.dumps({b"data": Hostile()}, protocol=2)
+    write_archive(tmp_path / "cifar.tar.gz", files)
+    with pytest.raises(DataError, match="CIFAR file 'data_batch_3' cannot be read"):
+        open_source(tmp_path / "cifar.tar.gz")
+
+
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [

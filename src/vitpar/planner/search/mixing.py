@@ -110,7 +110,7 @@ class Mixer:
         behind = kept + counts @ np.maximum(loads.reduced, loads.gradients)
         working = (loads.working + loads.fresh + loads.copied).max(0)
         costs = np.stack([seconds, kept, behind, counts @ loads.saved, working])
-        # The table tells the waiting for gathers and reductions badly: compare it with equal ones only.
+        # Bounds on the wait for gathers and reductions are loose: compare strategies that shard alike only.
         kinds = [(strategies[0].zero, strategies[0].has("fsdp")) for strategies in choices.strategies]
         front = undominated(costs, np.array([kinds.index(kind) for kind in kinds], dtype=np.int64))
         fastest, smallest = (front[np.argsort(by[front], kind="stable")][:COLUMNS] for by in (seconds, needs))
@@ -184,7 +184,9 @@ class Mixer:
         while better:
             better = False
             for plan in self._changed(best):
-                if plan in tried or not left:
+                if not left:
+                    return
+                if plan in tried:
                     continue
                 tried.add(plan)
                 if self._costed.fits(plan, best.batch_size, self._budget):

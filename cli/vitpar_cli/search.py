@@ -20,7 +20,7 @@ from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.report.data import search_record, trace
 from vitpar.planner.report.page import page
 from vitpar.planner.report.tables import best_row
-from vitpar.planner.search.gains import gains
+from vitpar.planner.search.gains import MORE, gains
 from vitpar.planner.sources import unprofiled
 from vitpar.planner.training_time import training_time
 from vitpar.recipe import Recipe
@@ -135,12 +135,12 @@ def search(
     searching = make_search(costs, batches or (merged.train.batch_size,), state, **limits)
     with SearchProgress() as progress:
         result = run_search(searching, budget, progress)
-        best = result.plans[0]
+        best, larger = result.plans[0], searching.best(MORE * budget, effort=searching.short).plans[:1]
         found = search_record(
             *(searching, result, budget, origin()),
             train=_train_command(best, costs, out, asked, model, bool(image_sizes)),
             training=training_time(best, machine.length(merged, costs.hardware.ranks)),
-            gains=gains(result.plans, costs, budget, state, searching),
+            gains=gains((*result.plans, *larger), costs, budget, state),
         )
         found["batch_sizes"] = list(_table(*wanted, progress)) if len(batches) > 1 else []
     if out is not None:

@@ -21,6 +21,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 from vitpar.models.roles import AXES
 from vitpar.strategy.layer import Strategy
@@ -111,20 +112,20 @@ def place(strategy: Strategy, stage_rank: int) -> dict[str, int]:
 @cache
 def token_layout(strategy: Strategy) -> Layout:
     """Return the layout of the tokens between layers: embed output, block input and output, head input."""
-    return _layout(strategy, _token_rows(strategy), _features(strategy))
+    return _layout(mesh_axes(strategy), _token_rows(strategy), _features(strategy))
 
 
 @cache
 def image_layout(strategy: Strategy) -> Layout:
     """Return the layout of the images that enter embed: the rows of its tokens."""
-    return _layout(strategy, _token_rows(strategy), ())
+    return _layout(mesh_axes(strategy), _token_rows(strategy), ())
 
 
 @cache
 def output_layout(strategy: Strategy) -> Layout:
     """Return the layout of the outputs that leave the head."""
-    rows = _token_rows(strategy)
-    return _layout(strategy, [name for name in rows if name != "j"] if strategy.sequence_parallel else rows, ())
+    rows = tuple(name for name in _token_rows(strategy) if name != "j" or not strategy.sequence_parallel)
+    return _layout(mesh_axes(strategy), rows, ())
 
 
 @cache
@@ -225,12 +226,11 @@ def received_share(source: Layout, target: Layout) -> float:
     return most / (batch * width)
 
 
-def _token_rows(strategy: Strategy) -> list[str]:
+def _token_rows(strategy: Strategy) -> tuple[str, ...]:
     """Return the axes that split the batch between layers, outermost first."""
-    rows = [name for name, _ in mesh_axes(strategy) if name in ("dp", "fsdp", "d", "i")]
-    if AXES[strategy.mode]["j"] == "batch":
-        rows.append("j")  # innermost, so that what ranks along j gather are neighbouring rows
-    return rows
+    rows = tuple(name for name, _ in mesh_axes(strategy) if name in ("dp", "fsdp", "d", "i"))
+    # j is innermost, so that what ranks along j gather are neighbouring rows.
+    return (*rows, "j") if AXES[strategy.mode]["j"] == "batch" else rows
 
 
 def _features(strategy: Strategy) -> tuple[str, ...]:
@@ -238,12 +238,15 @@ def _features(strategy: Strategy) -> tuple[str, ...]:
     return tuple(axis for axis, split in AXES[strategy.mode].items() if split == "features")
 
 
-def _layout(strategy: Strategy, rows: Collection[str], features: Collection[str]) -> Layout:
-    """Return the layout whose batch is split over the axes `rows` and whose features over the axes `features`."""
-    sizes = dict(mesh_axes(strategy))
-    parts = []
-    for rank in range(strategy.size):
-        at = place(strategy, rank)
+@cache
+def _layout(axes: tuple[tuple[str, int], ...], rows: tuple[str, ...], features: tuple[str, ...]) -> Layout:
+    """Return the layout whose batch is split over the axes `rows` and whose features over the axes `features`.
+
+    axes: `mesh_axes` of a strategy.
+    """
+    sizes, parts = dict(axes), []
+    for indices in product(*(range(size) for _, size in axes)):
+        at = dict(zip(sizes, indices, strict=True))
         parts.append(ActivationPart(*joined_index(rows, at, sizes), *joined_index(features, at, sizes)))
     return tuple(parts)
 

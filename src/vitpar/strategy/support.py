@@ -6,9 +6,11 @@ clash runs, with the same gradients as a single process.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from vitpar.errors import StrategyError
+from vitpar.strategy.layer import Strategy
 from vitpar.strategy.layout import shards_as_fsdp
 from vitpar.strategy.plan import Plan
 from vitpar.strategy.schedules import SCHEDULES
@@ -73,12 +75,15 @@ Clashes of one dimension, such as +sp with +2d, cannot occur in a combination; `
 
 def refuse_clashes(plan: Plan, precision: str, compile_blocks: bool) -> None:
     """Raise StrategyError if two features of a plan, its precision and compilation clash."""
-    present = features(plan, precision, compile_blocks)
-    for clash in CLASHES:
-        if clash.first in present and clash.second in present:
-            raise StrategyError(
-                f"{clash.first} clashes with {clash.second} in '{shown(plan)}', as {clash.because}: {clash.instead}"
-            )
+    if clash := first_clash(features(plan, precision, compile_blocks)):
+        raise StrategyError(
+            f"{clash.first} clashes with {clash.second} in '{shown(plan)}', as {clash.because}: {clash.instead}"
+        )
+
+
+def first_clash(present: Collection[str]) -> Clash | None:
+    """Return the first of `CLASHES` whose features are both `present`; None if there is none."""
+    return next((clash for clash in CLASHES if clash.first in present and clash.second in present), None)
 
 
 def refuse_apart(plan: Plan, reduce_every_microbatch: bool | None) -> None:
@@ -93,10 +98,15 @@ def refuse_apart(plan: Plan, reduce_every_microbatch: bool | None) -> None:
 def features(plan: Plan, precision: str, compile_blocks: bool) -> set[str]:
     """Return the features, by their names in DIMENSIONS, of a plan, its precision and compilation."""
     names = {plan.schedule if plan.pp != 1 else "no pp", precision, "compile" if compile_blocks else "no compile"}
-    for strategy in plan.distinct:
-        data = [role for role in ("dp", "fsdp") if strategy.has(role)]
-        names.add(f"+zero{strategy.zero}" if strategy.zero else " x ".join(data) or "no dp")
-        names.add(strategy.tensor_flag.partition("@")[0] or ("tp" if strategy.has("tp") else "no tp"))
-        names.add({None: "no ckpt", "full": "+ckpt"}.get(strategy.checkpoint, f"+ckpt.{strategy.checkpoint}"))
-        names.add("+offload" if strategy.offload else "no offload")
-    return names
+    return names.union(*map(layer_features, plan.distinct))
+
+
+def layer_features(strategy: Strategy) -> set[str]:
+    """Return the features, by their names in DIMENSIONS, of a strategy."""
+    data = [role for role in ("dp", "fsdp") if strategy.has(role)]
+    return {
+        f"+zero{strategy.zero}" if strategy.zero else " x ".join(data) or "no dp",
+        strategy.tensor_flag.partition("@")[0] or ("tp" if strategy.has("tp") else "no tp"),
+        {None: "no ckpt", "full": "+ckpt"}.get(strategy.checkpoint, f"+ckpt.{strategy.checkpoint}"),
+        "+offload" if strategy.offload else "no offload",
+    }

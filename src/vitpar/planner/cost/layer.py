@@ -64,6 +64,10 @@ class LayerCosts:
         """Return whether all activations between layers have gradients: whether the first layer is trained."""
         return self.config.first_layer.backward != "nothing"
 
+    def rules(self, where: PlacedStrategy) -> Rules:
+        """Return the rules of execution at this place in the pipeline."""
+        return Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
+
     def position(self, strategy: Strategy, where: PlacedStrategy) -> PipelinePosition:
         """Return the strategy's groups and execution at this place in the pipeline."""
         key = strategy, where
@@ -71,7 +75,7 @@ class LayerCosts:
             return self._seats[key]
         groups = layer_groups(strategy, (where.inner, where.pp), self.hardware.ranks_per_node, where.stage)
         dp, fsdp, tp = (strategy.degree(role) for role in ("dp", "fsdp", "tp"))
-        rules = Rules(where.pp > 1, where.splits, self.model.precision in REDUCE_DTYPES)
+        rules = self.rules(where)
         wrapped = rules.wraps(strategy)
         arithmetic = strategy.tensor_flag, tp, strategy.checkpoint, wrapped, groups.j, groups.k, where.splits
         # The order of the axes does not change what a rank stores.
@@ -98,9 +102,10 @@ class LayerCosts:
             return self._work[key]
         # Rows of one tensor-parallel group. The divisions are exact: plans that do not divide are refused, not rounded.
         here = rows // position.data / _squares(position.strategy)
-        profile, layer = self._profile(kind, position), self.config.kinds[kind]
+        way = position.strategy, position.wrapped
+        profile, layer = self._profile(kind, *way), self.config.kinds[kind]
         forward, backward = layer_traffic(layer, position.strategy, rows)
-        seconds, weights = self._backward(kind, position, here)
+        seconds, weights = self._backward(kind, *way, here)
         saved, workspace = profile.saved.of(here), profile.workspace.of(here)
         beside = self._hidden(kind, position, rows, seconds)
         if layer.backward == "nothing":
@@ -194,14 +199,15 @@ class LayerCosts:
         )
         return self._parameters[key]
 
-    def computing(self, kind: LayerKind, position: PipelinePosition, rows: int) -> float:
+    def computing(self, kind: LayerKind, strategy: Strategy, wrapped: bool, rows: int) -> float:
         """Return the seconds that a rank computes for a micro-batch, forward and backward, without communication.
 
+        wrapped: whether ``fully_shard`` wraps the layer.
         rows: images of the micro-batch over all ranks of the stage.
         """
-        here = rows // position.data / _squares(position.strategy)
-        profile = self._profile(kind, position)
-        return profile.forward.seconds(here) + self._backward(kind, position, here)[0]
+        here = rows // (strategy.degree("dp") * strategy.degree("fsdp")) / _squares(strategy)
+        profile = self._profile(kind, strategy, wrapped)
+        return profile.forward.seconds(here) + self._backward(kind, strategy, wrapped, here)[0]
 
     def crowd(self, ranks: int) -> float:
         """Return the factor by which a rank computes slower than profiled while `ranks` ranks compute at once.
@@ -221,12 +227,12 @@ class LayerCosts:
             return float("inf")
         return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
 
-    def _backward(self, kind: LayerKind, position: PipelinePosition, here: float) -> tuple[float, float]:
+    def _backward(self, kind: LayerKind, strategy: Strategy, wrapped: bool, here: float) -> tuple[float, float]:
         """Return the seconds of (backward, its gradients of weights) for `here` rows of a tensor-parallel group."""
         computed = self.config.kinds[kind].backward
         if computed == "nothing":
             return 0.0, 0.0
-        profile, plain = self._profile(kind, position), self._profile(kind, position, checkpoint="none")
+        profile, plain = (self._profile(kind, strategy, wrapped, policy) for policy in (strategy.checkpoint, "none"))
         seconds = profile.backward.seconds(here)
         # input_share is measured without checkpointing only: schedules that split backward refuse checkpoints.
         weights = (1 - plain.input_share) * plain.backward.seconds(here)
@@ -276,16 +282,17 @@ class LayerCosts:
         host = self.hardware.host
         return elements * host.update if offloaded and host else self.model.optimizer.seconds(elements)
 
-    def _profile(self, kind: LayerKind, position: PipelinePosition, checkpoint: str | None = None) -> LayerProfile:
+    def _profile(
+        self, kind: LayerKind, strategy: Strategy, wrapped: bool, checkpoint: str | None = None
+    ) -> LayerProfile:
         """Return the measured profile of a layer.
 
         checkpoint: policy to look up; None for that of the strategy.
 
         Raises PlannerError if it was not measured.
         """
-        strategy, policy = position.strategy, checkpoint or position.strategy.checkpoint or "none"
-        tensor = tensor_name(strategy)
-        wrapped = always_wrapped(tensor) or position.wrapped
+        policy, tensor = checkpoint or strategy.checkpoint or "none", tensor_name(strategy)
+        wrapped = wrapped or always_wrapped(tensor)
         profile = self._layers.get((self._profiled[kind], tensor, policy, wrapped))
         if profile is None:
             raise PlannerError(

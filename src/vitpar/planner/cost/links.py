@@ -135,18 +135,30 @@ class Groups:
         return self.j if axis == "j" else self.k
 
 
-@cache
 def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int, index: int | None = None) -> Groups:
     """Return the groups of a layer: of each kind the slowest of its stage.
 
     outer: (number of axes inside pp, pipeline degree), as `placed` returns it.
     index: index of the stage on the pp axis; None for a lower bound: of each kind that of the fastest stage.
     """
-    stride = 1
-    inner, pp = outer
-    behind = _inner_ranks(strategy, inner)
-    axes = {"pp": (pp, behind)}
-    for name, size in reversed(mesh_axes(strategy)):
+    joined = replicating_axes(strategy), sharding_axes(strategy)
+    pipeline = outer[1], _inner_ranks(strategy, outer[0])
+    return _layer_groups(mesh_axes(strategy), *joined, pipeline, ranks_per_node, index)
+
+
+@cache
+def _layer_groups(
+    mesh: tuple[tuple[str, int], ...],
+    replicating: tuple[str, ...],
+    sharding: tuple[str, ...],
+    pipeline: tuple[int, int],
+    ranks_per_node: int,
+    index: int | None,
+) -> Groups:
+    """Return what `layer_groups` does. pipeline: (pipeline degree, ranks inside pp)."""
+    stride, (pp, behind) = 1, pipeline
+    axes = {"pp": pipeline}
+    for name, size in reversed(mesh):
         # Axes outside pp in rank order are farther apart by the pipeline degree.
         axes[name] = (size, stride * (pp if stride >= behind else 1))
         stride *= size
@@ -163,11 +175,11 @@ def layer_groups(strategy: Strategy, outer: tuple[int, int], ranks_per_node: int
         return replace(fastest, here=max(one.here for one in groups), share=max(one.share for one in groups))
 
     return Groups(
-        replicate=group(*replicating_axes(strategy)),
-        shard=group(*sharding_axes(strategy)),
+        replicate=group(*replicating),
+        shard=group(*sharding),
         j=group("j"),
         k=group("k"),
-        partial=group(*replicating_axes(strategy), "j"),
+        partial=group(*replicating, "j"),
         stage=group(*(name for name in axes if name != "pp")),
     )
 

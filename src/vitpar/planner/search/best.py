@@ -57,7 +57,7 @@ class Search(CostedSpace):
         """Return the plans with the most samples per second whose ranks need at most `budget` bytes."""
         effort, begun = effort or self.effort, time.perf_counter()
         until, best_plans = now() + effort.seconds, self._known(budget, effort)
-        outlines = [(self._ideal(outline), outline) for outline in self._outlines()]
+        outlines = self._ideals
         unpriced = self._uniform(outlines, budget, best_plans, progress, math.inf if effort.patient else until)
         # With several stages per rank the space contains only uniform plans, so these outlines are done.
         open_outlines = [(ideal, outline) for ideal, outline in outlines if outline.pipeline.virtual_stages == 1]
@@ -88,8 +88,8 @@ class Search(CostedSpace):
         return best_plans
 
     @property
-    def _short(self) -> SearchEffort:
-        """Limits of the searches for smaller budgets, whose plans are mainly alternatives."""
+    def short(self) -> SearchEffort:
+        """Limits of the searches for other budgets, whose plans are alternatives."""
         seconds = min(3.0, self.effort.seconds)
         return replace(self.effort, tolerance=0.01, outlines=10, mixes=2, changes=0, seconds=seconds, patient=False)
 
@@ -181,7 +181,7 @@ class Search(CostedSpace):
         """
         budget = best.memory_bytes
         for _ in range(points - 1):
-            plans = self.best(step * budget, effort=self._short).plans
+            plans = self.best(step * budget, effort=self.short).plans
             if not plans:
                 break
             budget = plans[0].memory_bytes

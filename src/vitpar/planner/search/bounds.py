@@ -1,11 +1,13 @@
-"""Lower bounds on the seconds and bytes of plans of one outline.
+"""Lower bounds on the seconds and bytes of plans of one outline, from the least costs of layers (`loads`).
 
 An outline is a pipeline with a batch size and a number of micro-batches; the strategies of the layers are open. The
 search skips what cannot beat the best plan so far, so no bound may exceed what `vitpar.planner.cost.price` would
 return.
 
-- This module bounds each uniform plan (one strategy for all layers, even stages), by arrays over strategies.
-- `vitpar.planner.search.relaxed` bounds all plans at once, with any mix of strategies and any split.
+- `layer_sums` are the costs of single layers of a stage, from which the dynamic programme builds stages, too.
+- `totals` bound a step by sums over all layers, whatever the split into stages. For any mix of strategies,
+  `vitpar.planner.search.relaxed` minimizes them.
+- `uniform_bounds` bound each uniform plan (one strategy for all layers, even stages): by its stages and by `totals`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.planner.cost.price import Hops
-from vitpar.planner.search.loads import Array
+from vitpar.planner.search.loads import Array, Loads
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.sections import Sections
 from vitpar.strategy import Plan
@@ -25,8 +27,6 @@ from vitpar.strategy.stages import split_blocks, stages_of_rank
 
 TIMES, EACH, BYTES = slice(0, 5), 5, slice(6, 8)
 """Rows of `layer_sums`: seconds of a step, seconds of a micro-batch, bytes."""
-LIMITED = [0, 1, 2, 3, 4, 6, 7]
-"""Rows of `layer_sums` with an upper limit: `TIMES` and `BYTES`."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,12 @@ class PlanOutline:
 class Machine:
     """Best-case rates and memory of a rank in plans of one outline."""
 
-    alone: float = 1.0
-    """Computing time relative to the profiled time, for a rank with a core to itself."""
+    computing: float = 1.0
+    """Computing time relative to the profiled time, while only the rank's own stage computes."""
     sending: float = 1.0
-    """Waiting time for communication relative to the profiled time, at `speed` 1."""
-    speed: float = 1.0
-    """Share of a core that a rank gets while only its own stage computes, at most 1."""
+    """Waiting time for communication relative to the profiled time, meanwhile."""
     lanes: float = float("inf")
-    """Number of places on the pp axis that can compute at full speed at a time."""
+    """Number of places on the pp axis that can compute at this speed at a time."""
     overhead: float = 0.0
     """Seconds per micro-batch outside its layers, without a pipeline."""
     action: float = 0.0
@@ -76,61 +74,6 @@ class Machine:
     """Bytes of the smallest activation between blocks of all tokens of a micro-batch."""
 
 
-class Costs:
-    """Costs of layers on a `Machine` in seconds: arrays [kinds, strategies].
-
-    The attributes are the fields of `Loads`, scaled by the machine's rates. `work` is computing plus waiting per
-    micro-batch, `optimizer` the seconds of the optimizer per step.
-    """
-
-    def __init__(self, choices: Choices, machine: Machine) -> None:
-        a, slow = choices.loads, machine.sending / machine.speed
-        self.computes = a.computes * (machine.alone / machine.speed)
-        self.forward = a.forward * (machine.alone / machine.speed)
-        self.late = a.late * (machine.alone / machine.speed)
-        self.waits = a.waits * slow
-        self.work = self.computes + self.waits
-        self.optimizer = a.once
-        self.edge = a.edge
-        self.waits_once = a.waits_once * slow
-        self.sent_each, self.sent_once = a.sent_each, a.sent_once
-        self.sent_early, self.sent_late = a.sent_early, a.sent_late
-        self.waits_across = a.waits_across * slow
-        self.sent_each_across, self.sent_once_across = a.sent_each_across, a.sent_once_across
-        self.sent_late_across = a.sent_late_across
-
-    def unpipelined(self, m: int, overlap: tuple[float, float]) -> list[Array]:
-        """Return five lower bounds on a step of `m` micro-batches without a pipeline, as seconds per layer to sum up.
-
-        Let C be the seconds of computing, B those of blocking communication, of which B_w use one of the two wires, and
-        S_w those of communication in the background over it, each without the other. During x seconds of overlap,
-        x / slow_c of C and x / slow_s of S_w are done. The background also progresses while the other wire blocks, for
-        B - B_w seconds, and while the rank idles. So the step takes at least C + B_w + S_w - k·x with
-        k = 1 / slow_c + 1 / slow_s - 1, where x is at most slow_c·C: the first bound of a wire. And x is at least
-        slow_s·(S_w - (B - B_w) - idle), where C and B take (1 - 1 / slow_c)·x longer: the second one. The last bound:
-        gradients are only reduced from the last backward on, after all computing before it.
-
-        overlap: (slow_c, slow_s), as `Machine.overlap`
-        """
-        compute, send = overlap
-        k = max(0.0, 1 / compute + 1 / send - 1)
-        besides, computing = self.waits_once + self.optimizer, m * self.computes
-        waits, sent = m * self.waits, m * self.sent_each + self.sent_once
-        across = m * self.waits_across, m * self.sent_each_across + self.sent_once_across
-        sums = []
-        for blocked, background in ((waits - across[0], sent - across[1]), across):
-            others = waits - blocked
-            sums += [
-                besides + blocked + background + (1 - k * compute) * computing,
-                besides + self.edge + waits + computing + (1 - k * send) * (background - self.edge - others),
-            ]
-        late, last = self.sent_late, self.waits
-        if across[0].any() or across[1].any():
-            late, last = self.sent_late_across, self.waits_across
-        before = (m - 1) * (self.computes + self.waits) + self.forward + last
-        return [*sums, besides + self.edge + before + np.maximum(0.0, late - self.edge)]
-
-
 @dataclass(frozen=True)
 class LayerSums:
     """Costs of the layers of a stage, arrays with a column for each strategy. See `layer_sums` for the rows."""
@@ -143,7 +86,7 @@ class LayerSums:
     """Bytes of a layer after its backward, while that of earlier layers runs, [kinds, strategies]."""
 
 
-def layer_sums(outline: PlanOutline, choices: Choices, machine: Machine, number: int) -> LayerSums:
+def layer_sums(outline: PlanOutline, loads: Loads, machine: Machine, number: int) -> LayerSums:
     """Return the costs of single layers of stage `number`.
 
     The stage costs at least their sum. Rows:
@@ -151,104 +94,189 @@ def layer_sums(outline: PlanOutline, choices: Choices, machine: Machine, number:
     - 0: seconds from the stage's first micro-batch to its last, plus the optimizer. To this the time of the earlier
       stages can be added: the first micro-batch passes through them before, the last one after.
     - 1: row 0 plus what the rank waits for after its last micro-batch
-    - 2: row 1 for gradients whose reduction in the background only starts in the last backward
+    - 2: row 0 for gradients whose reduction in the background only starts in the last backward
     - 3: row 1 with a first forward that waits for gathered parameters
     - 4: seconds of communication in the background, plus the optimizer
     - 5: seconds of one micro-batch, forward and backward
     - 6: bytes when the last backward ends, or while the optimizer steps
     - 7: bytes when the backward of the stage's last layers begins, with as many micro-batches alive as the stage keeps
 
-    Without a pipeline, rows 0 to 4 are the bounds of `Costs.unpipelined`, the first two repeated.
+    Without a pipeline, rows 0 to 4 are the bounds of `_unpipelined`.
     """
-    pipeline, m, a = outline.pipeline, outline.microbatches, choices.loads
-    costs, pp = Costs(choices, machine), pipeline.pipeline_degree
+    pipeline, m, a = outline.pipeline, outline.microbatches, loads
+    pp, one = pipeline.pipeline_degree, pipeline.virtual_stages == 1
     if pp == 1:
-        times = costs.unpipelined(m, machine.overlap)
+        times = _unpipelined(a, m, machine.overlap)
     else:
-        computing, sent = m * costs.work + costs.optimizer, m * costs.sent_each + costs.sent_once
-        late = (m - 1) * costs.work + costs.forward + costs.sent_late + costs.waits_once + costs.optimizer
-        once = computing + costs.waits_once
-        times = [computing, once, late, once - costs.forward + costs.sent_early, sent + costs.optimizer]
+        computing, once = m * a.work + a.once, m * a.work + a.once + a.waits_once
+        late = (m - 1) * a.work + a.forward + a.sent_late * one + a.once
+        early = once - a.forward + a.sent_early * one
+        times = [computing, once, late, early, m * a.sent_each + a.sent_once + a.once]
     alive = in_flight(pipeline, m)[number]
     # With more micro-batches than are alive, the gradients of earlier ones exist at the peak of row 7.
-    waiting = m > (1 if pp == 1 else alive)
+    waiting = one and m > alive
     busy = a.kept + a.gathered + a.gradients * waiting + alive * a.saved
-    working = a.working_once if m == 1 else a.working + a.fresh * (not waiting)
+    working = _working(a, m, alive)
     if alive == 1:
         working = np.maximum(working, a.working_once - a.fresh * waiting)
     working = np.maximum(working, a.copied + a.fresh * (not waiting) - alive * a.saved)
     after = a.kept + a.gathered + (a.reduced if m == pp == 1 else a.gradients) + (alive - 1) * a.saved
-    rows = np.stack([*times, costs.work, a.kept + a.reduced, busy])
-    return LayerSums(rows, working, after)
+    return LayerSums(np.stack([*times, a.work, a.kept + a.reduced, busy]), working, after)
+
+
+def _working(loads: Loads, m: int, alive: int) -> Array:
+    """Return the transient bytes of a layer's backward while `alive` of a step's `m` micro-batches are alive."""
+    return loads.working_once if m == 1 else loads.working + loads.fresh * (m <= alive)
+
+
+def _unpipelined(a: Loads, m: int, overlap: tuple[float, float]) -> list[Array]:
+    """Return five lower bounds on a step of `m` micro-batches without a pipeline, as seconds per layer to sum up.
+
+    Let C be the seconds of computing, B those of blocking communication, of which B_w use one of the two wires, and
+    S_w those of communication in the background over it, each without the other. During x seconds of overlap,
+    x / slow_c of C and x / slow_s of S_w are done. The background also progresses while the other wire blocks, for
+    B - B_w seconds, and while the rank idles. So the step takes at least C + B_w + S_w - k·x with
+    k = 1 / slow_c + 1 / slow_s - 1, where x is at most slow_c·C: the first bound of a wire. And x is at least
+    slow_s·(S_w - (B - B_w) - idle), where C and B take (1 - 1 / slow_c)·x longer: the second one. The last bound:
+    gradients are only reduced from the last backward on, after all computing before it.
+
+    overlap: (slow_c, slow_s), as `Machine.overlap`
+    """
+    compute, send = overlap
+    k = max(0.0, 1 / compute + 1 / send - 1)
+    besides, computing = a.waits_once + a.once, m * a.computes
+    waits, sent = m * a.waits, m * a.sent_each + a.sent_once
+    across = m * a.waits_across, m * a.sent_each_across + a.sent_once_across
+    sums = []
+    for blocked, background in ((waits - across[0], sent - across[1]), across):
+        others = waits - blocked
+        sums += [
+            besides + blocked + background + (1 - k * compute) * computing,
+            besides + a.edge + waits + computing + (1 - k * send) * (background - a.edge - others),
+        ]
+    late, last = a.sent_late, a.waits
+    if across[0].any() or across[1].any():
+        late, last = a.sent_late_across, a.waits_across
+    before = (m - 1) * a.work + a.forward + last
+    return [*sums, besides + a.edge + before + np.maximum(0.0, late - a.edge)]
+
+
+def totals(
+    outline: PlanOutline, choices: Choices, machine: Machine, stages: Array | None = None
+) -> tuple[Array, Array]:
+    """Return lower bounds on the seconds of a step, as sums over embed, blocks, head plus a constant.
+
+    The sums are an array [bounds, kinds, strategies], the constants [bounds, strategies or 1]. In a pipeline:
+
+    - One of the pp ranks has at least the mean of the rows of `layer_sums`.
+    - A micro-batch passes through all layers, forward and backward, one after the other.
+    - The busiest wire sends the messages of all micro-batches.
+    - All ranks together compute at most as fast as `Machine.lanes` ranks.
+    - One stage per rank: stage j starts after the earlier stages, which finish after it. A weighted mean of the stages'
+      bounds that counts the work of every stage equally depends on the sum over layers only, not on the split.
+    - One stage per rank: at most as many micro-batches as the first stage keeps are between their first forward and
+      last backward at a time.
+
+    stages: layers of each stage by kind, [stages, kinds], of uniform plans; None for any mix and any split
+    """
+    pipeline, m, loads = outline.pipeline, outline.microbatches, choices.loads
+    pp, actions = pipeline.pipeline_degree, 2 * machine.action * pipeline.num_stages
+    means = layer_sums(outline, loads, machine, 0).layers[TIMES] / pp
+    if pp == 1:
+        return means, np.full((len(means), 1), m * machine.overhead + machine.norm)
+    shares, least = choices.token_share, loads.work[1:-1]
+    if stages is None:  # stages of one block each; the smallest messages may belong to other strategies
+        shares, least = shares.min(keepdims=True), least.min(keepdims=True)
+    else:
+        least = stages @ loads.work
+    hops, busiest = seconds_by_share(shares, machine.hops)
+    sent, nothing = 2 * hops.sum(0), np.zeros_like(busiest)
+    queue = queueing(outline, hops, least.min(0) + 2 * machine.action).max(0)
+    passing = loads.work - loads.late * pipeline.splits_backward + loads.once / pp
+    early = (loads.sent_early - loads.forward) * (pipeline.virtual_stages == 1)
+    each_action = actions / pp * np.array([m, m, m - 1, m - 1, 0])[:, None]
+    bounds = [
+        *zip(means[1:], each_action[1:] + nothing, strict=True),
+        (passing, actions + sent + queue),
+        (passing + early, nothing),
+        (0.0 * passing, m * busiest),
+        (m / machine.lanes * loads.work, m / machine.lanes * actions + nothing),
+    ]
+    if pipeline.virtual_stages == 1:
+        # Stage j gives: step >= w_0 + … + w_(j-1) + m·w_j. These weights sum to 1, and in the weighted mean each w_i
+        # has the same factor `every`.
+        every = 1 / (1 - (1 - 1 / m) ** pp)
+        weights = every / m * (1 - 1 / m) ** (pp - 1 - np.arange(1, pp))
+        bounds.append((every * loads.work, every * actions + 2 * weights @ np.cumsum(hops, 0)))
+        if pipeline.schedule == "1f1b":
+            # The cycle of two stages (`queueing`) with the work of all other stages, each counted equally.
+            every = 2 * int(rounds(outline)[0]) / pp
+            bounds.append((every * loads.work, every * (actions + 2 * hops.max(0))))
+        each = m / in_flight(pipeline, m)[0]
+        bounds.append((each * loads.work + loads.once / pp, each * (actions + sent)))
+    sums, constants = zip(*bounds, strict=True)
+    return np.stack(sums), np.stack(constants) + machine.norm
 
 
 def uniform_bounds(outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:
     """Return lower bounds on (seconds of a step, bytes of the fullest rank) of the uniform plan of each strategy."""
-    pipeline, m = outline.pipeline, outline.microbatches
-    stages = split_blocks(sections.depth, pipeline.num_stages, "even")
-    counts = sections.stage_counts([len(blocks) for blocks in stages])
-    costs = Costs(choices, machine)
-    if pipeline.pipeline_degree == 1:
-        sums = [(counts @ layers)[0] for layers in costs.unpipelined(m, machine.overlap)]
-        seconds = m * machine.overhead + np.max(sums, axis=0)
-    elif pipeline.virtual_stages == 1:
-        seconds = _one_stage_a_rank(costs, choices, counts, outline, machine)
-    else:
-        seconds = _several_stages_a_rank(costs, choices, counts, outline, machine)
-    ends = [sections.rows[blocks[-1]] for blocks in stages]
-    return seconds + machine.norm, _uniform_bytes(outline, choices, counts, ends, machine)
+    pipeline, m, loads = outline.pipeline, outline.microbatches, choices.loads
+    pp, split = pipeline.pipeline_degree, split_blocks(sections.depth, pipeline.num_stages, "even")
+    stages = sections.stage_counts([len(blocks) for blocks in split])
+    totalled, constants = totals(outline, choices, machine, stages)
+    seconds = (np.tensordot(sections.counts, totalled, (0, 1)) + constants).max(0)
+    places = [list(stages_of_rank(place, pipeline)) for place in range(pp)]
+    if pp > 1:
+        ranks = np.array([stages[numbers].sum(0) for numbers in places])
+        times = np.tensordot(ranks, layer_sums(outline, loads, machine, 0).layers[TIMES], (1, 1))
+        times += machine.norm + 2 * machine.action * len(places[0]) * np.array([m, m, m - 1, m - 1, 0])[:, None]
+        # A rank starts after the stages in front of its first one. The last micro-batch has to go back through these;
+        # with split backward the rank computes gradients of weights meanwhile.
+        hops = seconds_by_share(choices.token_share, machine.hops)[0][: pp - 1]
+        there = np.cumsum(stages[: pp - 1] @ loads.forward + machine.action + hops, 0)
+        back = np.cumsum(stages[: pp - 1] @ (loads.work - loads.forward) + machine.action + hops, 0)
+        times[1:, :4] += there[:, None]
+        times[1:, 0] += back * (not pipeline.splits_backward)
+        seconds = np.maximum(seconds, times.max((0, 1)))
+    # Of ranks with equally many blocks, the first one keeps most micro-batches; the last one has the head.
+    ends, needs = [sections.rows[blocks[-1]] for blocks in split], list[Array]()
+    for numbers in (places[0], places[-1]):
+        first, alive = numbers[0], in_flight(pipeline, m)[numbers[0]]
+        sums = layer_sums(outline, loads, machine, first)
+        travelling = sum((number > 0) + (number < len(stages) - 1) for number in numbers) * m * machine.tokens
+        held = travelling * choices.token_share + (first == 0) * machine.images * choices.image_share
+        # Two moments: the step of the optimizer, and the backward of the last block with all micro-batches alive.
+        resting, busy = stages[numbers].sum(0) @ sums.layers[BYTES]
+        if len(numbers) == 1:
+            # The activations of the head are freed by then.
+            busy += (first == len(stages) - 1) * (sums.after - sums.layers[-1])[-1]
+            busy += _working(loads, m, alive)[ends[first]]
+        needs.append(held + np.maximum(resting, busy))
+    return seconds, np.max(needs, axis=0)
 
 
-def _one_stage_a_rank(costs: Costs, choices: Choices, counts: Array, outline: PlanOutline, machine: Machine) -> Array:
-    """Return the least seconds of a step under 1f1b and gpipe, by strategy.
-
-    Stage j works on m micro-batches after the first one passed the stages before it, and the last one has to go back
-    through them. Each micro-batch stays between its forward and backward at stage j until it is back from the later
-    stages. At most `in_flight` of them stay at a time, so m stays take at least m / in_flight times one stay.
-    """
-    m, (hops, busiest) = outline.microbatches, choices.by_share(machine.hops)
-    work = counts @ costs.work + 2 * machine.action
-    forward = counts @ costs.forward + machine.action
-    # The first forward of a stage gathers its parameters; the later ones find them gathered.
-    first = np.maximum(forward, counts @ costs.sent_early)
-    sent = np.concatenate([np.zeros((1, hops.shape[1])), np.cumsum(hops, 0)])
-    there = np.cumsum(first, 0) - first + sent
-    slower = first - forward
-    back = np.cumsum(work - forward, 0) - (work - forward) + sent
-    optimizer, once = counts @ costs.optimizer, counts @ costs.waits_once
-    behind = np.cumsum(work[::-1], 0)[::-1] + 2 * (sent[-1] - sent)
-    alive = np.array(in_flight(outline.pipeline, m), float)[:, None]
-    # Waiting after the last backward (`once`, `sent_late`) is not added to `back`: the earlier stages continue with the
-    # last micro-batch meanwhile.
-    lower_bounds = [
-        there + back + slower + m * work + optimizer,
-        there + slower + m * work + once + optimizer,
-        there + slower + (m - 1) * work + forward + counts @ costs.sent_late + optimizer,
-        there + back + m / alive * behind + optimizer,
-        counts @ (m * costs.sent_each + costs.sent_once) + optimizer,
-        np.broadcast_to(m * work.sum(0) * machine.speed / machine.lanes, work.shape),
-        np.broadcast_to(m * busiest, work.shape),
-    ]
-    passing = work.sum(0) + 2 * sent[-1] + queueing(outline, hops, work).max(0)
-    return np.asarray(np.maximum(passing, np.max(lower_bounds, axis=(0, 1))))
+def seconds_by_share(shares: Array, hops: Callable[[float], Hops]) -> tuple[Array, Array]:
+    """Return the fields of `hops` of each column's share of tokens, as arrays by column."""
+    # There are few different shares, and `hops` is slow compared with an array operation.
+    distinct, inverse = np.unique(shares, return_inverse=True)
+    every = [hops(float(share)) for share in distinct]
+    return np.array([one.each for one in every])[inverse].T, np.array([one.busiest for one in every])[inverse]
 
 
 def queueing(outline: PlanOutline, hops: Array, work: Array) -> Array:
     """Return the seconds that messages between two stages add to the passing of one micro-batch, by hop.
 
     hops: seconds of a message between two neighbouring stages, [pipeline degree - 1, ...]
-    work: least seconds of a micro-batch in each stage, [pipeline degree, ...]
+    work: least seconds of a micro-batch in a stage, [...]
 
     Messages are sent one after the other: all m before the last micro-batch passes on; under gpipe again in backward.
     Under 1f1b a stage starts a forward only after the backward that its neighbour sent, for which the neighbour starts
     the next but one backward: every two micro-batches take a message each way and the work of both stages.
     """
-    m, number = outline.microbatches, np.arange(len(hops)).reshape(-1, *(1,) * (hops.ndim - 1))
-    queue = (m - 1) * hops * (2 if outline.pipeline.schedule == "gpipe" else 1)
+    queue = (outline.microbatches - 1) * hops * (2 if outline.pipeline.schedule == "gpipe" else 1)
     if outline.pipeline.schedule != "1f1b":
         return queue
-    cycles: Array = rounds(outline)[number] * (2 * hops + work[:-1] + work[1:])
-    return np.maximum(queue, cycles)
+    return np.maximum(queue, 2 * rounds(outline)[:, None] * (hops + work))
 
 
 def rounds(outline: PlanOutline) -> NDArray[np.int64]:
@@ -257,74 +285,15 @@ def rounds(outline: PlanOutline) -> NDArray[np.int64]:
     return np.maximum(0, (outline.microbatches - 1 - pp + np.arange(pp - 1)) // 2 + 1)
 
 
-def _several_stages_a_rank(
-    costs: Costs, choices: Choices, counts: Array, outline: PlanOutline, machine: Machine
-) -> Array:
-    """Return the least seconds of a step with several stages per rank, by strategy.
-
-    A rank works on m micro-batches in each of its stages. The last rank begins after the first pp - 1 stages.
-    """
-    pipeline, m, (hops, busiest) = outline.pipeline, outline.microbatches, choices.by_share(machine.hops)
-    pp, late = pipeline.pipeline_degree, counts @ costs.late * pipeline.splits_backward
-    places = np.zeros((pp, len(counts)))
-    for place in range(pp):
-        places[place, list(stages_of_rank(place, pipeline))] = 1
-    work = counts @ costs.work + 2 * machine.action
-    forward = counts @ costs.forward + machine.action
-    # The last micro-batch also has to go back through these stages. With split backward the last rank can compute
-    # gradients of weights meanwhile, so that only the forward there counts.
-    before = forward[: pp - 1].sum(0) if pipeline.splits_backward else work[: pp - 1].sum(0)
-    optimizer = places @ counts @ costs.optimizer
-    lower_bounds = [
-        m * places @ work + places @ counts @ costs.waits_once + optimizer,
-        np.broadcast_to(before + (m * places @ work + optimizer)[-1], optimizer.shape),
-        places @ counts @ (m * costs.sent_each + costs.sent_once) + optimizer,
-        np.broadcast_to(m * work.sum(0) * machine.speed / machine.lanes, optimizer.shape),
-        np.broadcast_to(m * busiest, optimizer.shape),
-        np.broadcast_to((work - late).sum(0) + 2 * hops.sum(0) + (m - 1) * hops.max(0), optimizer.shape),
-    ]
-    return np.asarray(np.max(lower_bounds, axis=(0, 1)))
-
-
-def _uniform_bytes(outline: PlanOutline, choices: Choices, counts: Array, ends: list[int], machine: Machine) -> Array:
-    """Return the least bytes of the fullest rank, by strategy: the larger of two moments of the step.
-
-    The moments are the step of the optimizer, and the backward of the last block with all micro-batches alive.
-    counts: layers of each stage by kind, [stages, kinds]
-    ends: row of the kind of each stage's last block
-    """
-    pipeline, m, a = outline.pipeline, outline.microbatches, choices.loads
-    last = len(counts) - 1
-    number = np.arange(len(counts))[:, None]
-    travelling = m * machine.tokens * choices.token_share * ((number > 0) * 1.0 + (number < last))
-    held = counts @ a.kept + travelling + (number == 0) * machine.images * choices.image_share
-    saved, gathered, gradients = counts @ a.saved, counts @ a.gathered, counts @ a.gradients
-    resting = held + counts @ a.reduced
-    if pipeline.virtual_stages > 1:
-        places = [list(stages_of_rank(place, pipeline)) for place in range(pipeline.pipeline_degree)]
-        # Schedules differ in what they keep; under each, some micro-batch is alive in all stages of the rank at once.
-        busy = [held[p].sum(0) + gathered[p].sum(0) + saved[p].sum(0) for p in places]
-        return np.asarray(np.max([*busy, *(resting[p].sum(0) for p in places)], axis=0))
-    alive = np.array(in_flight(pipeline, m))[:, None]
-    # With more micro-batches than are alive, gradients of earlier ones exist when the peak is reached.
-    again = m > (1 if pipeline.pipeline_degree == 1 else alive)
-    blocks = alive * saved - counts[:, -1:] * a.saved[-1]
-    several = a.working[ends] + np.where(again, gradients, a.fresh[ends])
-    working = a.working_once[ends] if m == 1 else several
-    busy_bytes = held + gathered + blocks + working
-    return np.asarray(np.maximum(resting, busy_bytes).max(0))
-
-
 def ideal_seconds(outline: PlanOutline, work: float, share: float, machine: Machine) -> float:
     """Return the least seconds of a step without communication and memory limits: the cheapest bound of an outline.
 
     work: least profiled seconds to compute one micro-batch in all blocks
     share: least share of that work that one of even stages has
     """
-    pp, m = outline.pipeline.pipeline_degree, outline.microbatches
+    pp, m, alone = outline.pipeline.pipeline_degree, outline.microbatches, work * machine.computing
     if pp == 1:
-        return m * (work * machine.alone / machine.speed + machine.overhead) + machine.norm
-    alone = work * machine.alone / machine.speed
+        return m * (alone + machine.overhead) + machine.norm
     if outline.pipeline.virtual_stages == 1:
         # Stage j takes w_j per micro-batch, and the step at least w_0 + … + w_(j-1) + m·w_j for every j. The split that
         # minimizes the largest has all equal, with w_(j+1) = (1 - 1/m)·w_j: later stages get less work.
@@ -332,15 +301,18 @@ def ideal_seconds(outline: PlanOutline, work: float, share: float, machine: Mach
     else:
         before = 0.0 if outline.pipeline.splits_backward else pp - 1.0
         filled = share * (before + m * outline.pipeline.virtual_stages) * alone
-    return max(m * alone / pp, m * alone * machine.speed / machine.lanes, filled) + machine.norm
+    return max(m * alone / min(machine.lanes, pp), filled) + machine.norm
 
 
 def in_flight(pipeline: Plan, microbatches: int) -> tuple[int, ...]:
-    """Return how many micro-batches each stage holds between forward and backward at most, with one stage per rank.
+    """Return how many micro-batches each stage holds between forward and backward at its peak, at least.
 
     gpipe runs all forwards first. Under 1f1b stage j runs min(m, stages - j) forwards before its first backward.
+    Schedules with several stages per rank differ: under each, one is in all stages of a rank at once.
     """
     stages = pipeline.num_stages
     if pipeline.schedule == "gpipe" and stages > 1:
         return (microbatches,) * stages
+    if pipeline.virtual_stages > 1:
+        return (1,) * stages
     return tuple(min(microbatches, stages - number) for number in range(stages))

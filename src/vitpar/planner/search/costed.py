@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import Hops, Price, crowded, hop_seconds, norm_seconds, place_bytes, price
+from vitpar.planner.cost.price import Hops, Price, hop_seconds, norm_seconds, place_bytes, price
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Machine, PlanOutline, ideal_seconds
 from vitpar.planner.search.ends import tied_layers, with_tied_alike
 from vitpar.planner.search.loads import Array
-from vitpar.planner.search.options import Choices, Options
+from vitpar.planner.search.options import Choices, Options, paces
 from vitpar.planner.search.relaxed import STEPS, least_seconds
 from vitpar.planner.search.sections import Sections
 from vitpar.planner.search.space import Space
@@ -67,6 +68,11 @@ class CostedSpace:
         """Return whether layers that share a parameter have different strategies, which the runtime refuses."""
         return next(with_tied_alike(plan, self.costs.config, self.tied)) != plan
 
+    @cached_property
+    def _ideals(self) -> list[tuple[float, PlanOutline]]:
+        """Outlines of all plans, each with a cheap lower bound on the seconds per image (`_ideal`)."""
+        return [(self._ideal(outline), outline) for outline in self._outlines()]
+
     def _outlines(self) -> Iterator[PlanOutline]:
         for batch_size in self.space.batch_sizes:
             for pipeline in self.space.pipelines():
@@ -92,17 +98,16 @@ class CostedSpace:
         """Return the cluster's rates and memory as the bounds of an outline need them."""
         costs, config, pipeline = self.costs, self.space.config, outline.pipeline
         pp = pipeline.pipeline_degree
-        size, at_once = self.space.ranks // pp, costs.at_once(self.space.ranks // pp)
-        speed, sending = min(1.0, at_once), crowded(at_once, pp)
+        size = self.space.ranks // pp
+        computing, sending = paces(costs, self.space.ranks, pp)
         overlap = costs.hardware.overlap
         tokens = outline.rows * min(self.sections.takes[:-1]) * costs.precision.compute.itemsize
         return Machine(
-            alone=costs.crowd(1),
+            computing=computing,
             sending=sending,
-            speed=speed,
-            lanes=min(at_once, pp),
+            lanes=min(max(1.0, costs.at_once(size)), pp),
             overhead=costs.model.microbatch * costs.crowd(size),
-            action=(costs.model.microbatch / 2 * costs.crowd(1) + costs.hardware.pipeline * sending) / speed,
+            action=costs.model.microbatch / 2 * computing + costs.hardware.pipeline * sending,
             norm=norm_seconds(costs, self.space.ranks) + costs.teacher_seconds(outline.batch_size, self.space.ranks),
             overlap=(overlap.compute, overlap.communication) if overlap else (1.0, 1.0),
             hops=lambda share: self._hops(pipeline, share * tokens),
@@ -131,7 +136,7 @@ class CostedSpace:
             shares, whole = self._shares[layouts], outline.rows * elements * costs.precision.compute.itemsize
             sizes, places = np.unique(shares, return_inverse=True)
             seconds = np.array([exchange_seconds(costs.links, stage, size * whole) if size else 0.0 for size in sizes])
-            there = seconds[places].reshape(shares.shape) * (machine.sending / machine.speed)
+            there = seconds[places].reshape(shares.shape) * machine.sending
             # Below the lowest trained layer nothing comes back.
             return there + there.T * costs.passes_gradients
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from vitpar.errors import StrategyError
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.search.best import Search
 from vitpar.planner.search.ranking import BestPlans, SearchEffort
 from vitpar.strategy import validate
 
@@ -23,8 +22,8 @@ PURPOSES = {
     "slower ranks": ("uneven",),
 }
 """Parts of `Price.time`, by what limits them."""
-EFFORT = 0.25
-"""Limit of the search after each change, relative to that of the search before."""
+MORE = 1.5
+"""Memory of a rank after the change of memory, relative to that before."""
 
 
 @dataclass(frozen=True)
@@ -58,26 +57,19 @@ def with_links(costs: LayerCosts, factor: float, between_nodes: bool | None = No
     return LayerCosts(costs.whole, hardware, costs.model, costs.frozen, costs.teacher)
 
 
-def gains(
-    plans: Sequence[Price], costs: LayerCosts, budget: float, moments: float, searching: Search | None = None
-) -> tuple[Gain, ...]:
+def gains(plans: Sequence[Price], costs: LayerCosts, budget: float, moments: float) -> tuple[Gain, ...]:
     """Return how much each change shortens the time per image of the first plan, the most helpful change first.
 
-    plans: the best plan, and others that may be better after a change
+    plans: the best plan, and others that may be better after a change, also if they do not fit now
     budget: bytes of memory per rank
     moments: bytes of optimizer state per byte of parameters
-    searching: search that found the plans, which is repeated after each change; None to choose from `plans`
     """
     best, improvements = plans[0], []
-    for change, here, batch_size, memory in _changes(best, costs, budget, searched=searching is not None):
-        prices = [again for one in plans for again in _again(one, here, batch_size, moments)]
-        if searching is not None:
-            space, effort = searching.space, searching.effort
-            limits = replace(effort, seconds=EFFORT * effort.seconds, patient=False)
-            prices += Search(replace(space, batch_sizes=(batch_size,)), here, moments, limits).best(memory).plans[:1]
+    for change, here, batch_size, memory in _changes(best, costs, budget, len(plans) > 1):
         fitting = BestPlans(SearchEffort())
-        for one in (one for one in prices if one.memory_bytes <= memory):
-            fitting.offer(one)
+        for one in (found for plan in plans for found in _again(plan, here, batch_size, moments)):
+            if one.memory_bytes <= memory:
+                fitting.offer(one)
         if fitting.ranked:
             chosen = fitting.ranked[0]
             improvements.append(Gain(change, chosen, best.images_per_second / chosen.images_per_second - 1))
@@ -85,7 +77,7 @@ def gains(
 
 
 def _changes(
-    best: Price, costs: LayerCosts, budget: float, searched: bool
+    best: Price, costs: LayerCosts, budget: float, several: bool
 ) -> Iterator[tuple[str, LayerCosts, int, float]]:
     """Yield (change in words, costs after it, batch size, bytes of memory per rank)."""
     hardware, batch_size = costs.hardware, best.batch_size
@@ -97,8 +89,8 @@ def _changes(
         where = "" if len(crossing) == 1 else " between nodes" if between else " within nodes"
         yield f"links{where} twice as fast", with_links(costs, 2.0, between), batch_size, budget
     yield f"twice the batch, {2 * batch_size:,} samples", costs, 2 * batch_size, budget
-    if searched:  # memory changes the choice of a plan, not the time of one
-        yield "50 % more memory", costs, batch_size, 1.5 * budget
+    if several:  # memory changes the choice of a plan, not the time of one
+        yield "50 % more memory", costs, batch_size, MORE * budget
 
 
 def _again(before: Price, costs: LayerCosts, batch_size: int, moments: float) -> Iterator[Price]:

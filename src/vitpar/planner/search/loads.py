@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
@@ -107,6 +108,11 @@ class Loads:
     copied: Array
     """Transient bytes of a reduction at the end of the step."""
 
+    @cached_property
+    def work(self) -> Array:
+        """Seconds of computing and of blocking communication per micro-batch."""
+        return self.computes + self.waits
+
     def at(self, rows: Indices | Array, columns: Indices) -> Loads:
         """Return the loads at these indices of every array."""
         return Loads(*(getattr(self, field.name)[rows, columns] for field in fields(self)))
@@ -134,8 +140,8 @@ class Layers:
         self.parameters: Array = np.moveaxis(table, 2, 0)
         """Costs of parameters and how a step spends them, [costs, kinds, strategies]."""
 
-    def lightest(self, alike: Indices) -> Layers:
-        """Return the strategies whose parameters cost less than those of any other one, in one way or more.
+    def lightest(self, alike: Indices) -> Indices:
+        """Return the numbers of the strategies whose parameters cost less than those of any other one, in some way.
 
         alike: number of each strategy; only those with equal numbers are compared
         """
@@ -143,8 +149,7 @@ class Layers:
         # Ways to spend these costs cannot be compared.
         ways = np.repeat([name in _WAYS for name in _PARAMETERS], len(self.fits))
         _, groups = np.unique(np.vstack([alike, costs[ways]]), axis=1, return_inverse=True)
-        kept = undominated(costs[~ways], groups.ravel())
-        return Layers(self._costs, [self.positions[n] for n in kept.tolist()], self.fits[:, kept])
+        return undominated(costs[~ways], groups.ravel())
 
     def _parameters(self, kind: str, position: PipelinePosition) -> tuple[float, ...]:
         weights, execution = self._costs.weights(kind, position), position.executions[kind]
@@ -152,7 +157,9 @@ class Layers:
         reduced = (execution.reduced == when for when in _REDUCED)
         return *_weights(weights), *sums, *_execution(execution), *reduced
 
-    def least_loads(self, columns: Indices, rows: int, moments: float, update: float, pipelined: bool) -> Loads:
+    def least_loads(
+        self, columns: Indices, rows: int, moments: float, update: float, pipelined: bool, rates: tuple[float, float]
+    ) -> Loads:
         """Return lower bounds of the costs of layers in any plan.
 
         columns: numbers of the strategies
@@ -160,8 +167,9 @@ class Layers:
         moments: bytes of optimizer state per byte of parameters
         update: seconds of the optimizer per element on the device
         pipelined: whether the plan has several stages
+        rates: seconds of (computing, waiting) relative to profiled ones
         """
-        costs, in_order = self._costs, self._costs.hardware.device == "cpu"
+        costs, in_order, (slow, slow_waits) = self._costs, self._costs.hardware.device == "cpu", rates
         fits, given = self.fits[:, columns], self.parameters[:, :, columns]
         w = dict(zip((*_WORK, "skew"), self._work(columns, rows), strict=True))
         p = dict(zip(_PARAMETERS, given, strict=True))
@@ -172,6 +180,7 @@ class Layers:
         reduce, shard_across = p["reduce"], p["shard_across"]
         reduce_across = (reduce - p["summed"]) * shard_across + p["summed"] * p["copies_across"]
         sent = w["forward_sent"] + w["backward_sent"] + w["beside"]
+        waits_once = blocked * (gathers_once + reduce * (1 - every)) + overlapped * reduce * p["end of step"]
         # Layers without `fully_shard` overlap their reduction on a CPU, too.
         sent_late = reduce * (1 - wrapped + overlapped * last)
         late_across = reduce_across * ((1 - wrapped) * (not in_order) + overlapped * last)
@@ -195,15 +204,15 @@ class Layers:
         working_once = np.maximum(workspace + fresh, reducing - w["saved"])
         again = wrapped * every > 0
         return Loads(
-            forward=w["forward"],
-            computes=w["forward"] + w["backward"] - w["beside"] + skew,
-            late=w["weight_grad_time"],
+            forward=slow * w["forward"],
+            computes=slow * (w["forward"] + w["backward"] - w["beside"] + skew),
+            late=slow * w["weight_grad_time"],
             # A strategy that cannot split a layer has costs above every limit, but finite: weights of 0 multiply them.
-            waits=np.where(fits, sent + blocked * (gathers + reduce * every), 1e15),
+            waits=np.where(fits, slow_waits * (sent + blocked * (gathers + reduce * every)), 1e15),
             # On a CPU, nothing else is sent while a rank waits: all counts as one wire.
-            waits_across=sent * w["across"] * (not in_order),
+            waits_across=slow_waits * sent * w["across"] * (not in_order),
             once=p["trained_elements"] * np.where(p["offloaded"] > 0, costs.update(1, True), update),
-            waits_once=blocked * (gathers_once + reduce * (1 - every)) + overlapped * reduce * p["end of step"],
+            waits_once=slow_waits * waits_once,
             edge=edge,
             sent_each=np.where(fits, overlapped * (gathers + reduce * every), 1e15),
             sent_once=sent_late + overlapped * gathers_once,

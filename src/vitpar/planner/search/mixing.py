@@ -154,7 +154,7 @@ class Mixer:
     def _section_fronts(self, table: LayerTable) -> Iterator[set[int]]:
         """Yield the columns of each section that no other one is below in the seconds and bytes of this section."""
         loads, m = table.choices.loads, table.outline.microbatches
-        seconds = m * (loads.computes + loads.waits + loads.sent_each) + loads.once + loads.waits_once + loads.sent_once
+        seconds = m * (loads.work + loads.sent_each) + loads.once + loads.waits_once + loads.sent_once
         for section, columns in zip(self._sections.sections, table.choices.fronts, strict=True):
             rows = [self._sections.kinds.index(kind) for kind in section.kinds]
             counts = self._sections.counts[rows]
@@ -260,7 +260,7 @@ class Mixer:
                 alike = [[name for name in section if strategies[name] == one] for one in plan.distinct]
                 places += [(front, names) for names in alike if names]
         loads = choices.loads
-        every = m * (loads.computes + loads.waits + loads.sent_each)
+        every = m * (loads.work + loads.sent_each)
         every += loads.once + loads.waits_once + loads.edge + loads.sent_once
         for front, names in places:
             seconds = every[self._sections.kinds.index(self._config.layers[names[-1]].kind)]

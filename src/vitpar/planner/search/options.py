@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import Hops
+from vitpar.planner.cost.price import crowded
 from vitpar.planner.cost.records import PipelinePosition, PlacedStrategy
 from vitpar.planner.search.loads import Array, Indices, Layers, Loads
 from vitpar.planner.search.space import Space
@@ -39,12 +39,15 @@ class Choices:
         """Share of a batch's images that a rank holds, by column."""
         return np.array([1 / row_parts(each[0]) for each in self.strategies])
 
-    def by_share(self, hops: Callable[[float], Hops]) -> tuple[Array, Array]:
-        """Return the fields of `hops` of each column's share of tokens, as arrays by column."""
-        # There are few different shares, and `hops` is slow compared with an array operation.
-        shares, inverse = np.unique(self.token_share, return_inverse=True)
-        every = [hops(float(share)) for share in shares]
-        return np.array([one.each for one in every])[inverse].T, np.array([one.busiest for one in every])[inverse]
+
+def paces(costs: LayerCosts, ranks: int, pp: int) -> tuple[float, float]:
+    """Return the seconds of (computing, waiting for communication) relative to profiled ones, at least.
+
+    That is while only the ranks of one of `pp` stages compute.
+    """
+    at_once = costs.at_once(ranks // pp)
+    share = min(1.0, at_once)  # of a core
+    return costs.crowd(1) / share, crowded(at_once, pp) / share
 
 
 class Options:
@@ -61,7 +64,8 @@ class Options:
         self._section_of_kind = np.array(
             [next(n for n, section in enumerate(self._sections) if kind in section.kinds) for kind in kinds]
         )
-        self._layers: dict[tuple[int, bool], tuple[Layers, Indices]] = {}
+        self._ways: dict[tuple[int, bool], list[tuple[Strategy, bool, int]]] = {}
+        self._layers: dict[tuple[int, bool], tuple[Layers, Indices, Indices]] = {}
         self._least: dict[tuple[int, bool, int], tuple[float, ...]] = {}
         self._choices: dict[tuple[int, bool, int], Choices] = {}
         self._uniform: dict[tuple[int, bool, int], Choices] = {}
@@ -71,9 +75,10 @@ class Options:
         """Return the strategies for a stage of `pipeline` and micro-batches of `rows` images."""
         key = *self._key(pipeline), rows
         if key not in self._choices:
-            layers, units = self._of_pipeline(pipeline)
-            columns = np.nonzero(rows % units == 0)[0]
-            loads = layers.least_loads(columns, rows, self._moments, self._update, pipeline.pipeline_degree > 1)
+            layers, kept, units = self._of_pipeline(pipeline)
+            columns = kept[rows % units == 0]
+            rates = paces(self._costs, self._space.ranks, pipeline.pipeline_degree)
+            loads = layers.least_loads(columns, rows, self._moments, self._update, pipeline.pipeline_degree > 1, rates)
             fits = [section.kinds for section in self._sections]
             kinds = tuple(self._costs.config.kinds)
             fronts = tuple(np.nonzero(layers.fits[kinds.index(own[0])][columns])[0] for own in fits)
@@ -104,20 +109,37 @@ class Options:
         """
         key = *self._key(pipeline), rows
         if key not in self._least:
-            (layers, units), kinds = self._of_pipeline(pipeline), tuple(self._costs.config.kinds)
-            least = [0.0, *[math.inf] * (len(kinds) - 2), 0.0]
-            seats = {
-                position.computes: number
-                for number, (position, unit) in enumerate(zip(layers.positions, units.tolist(), strict=True))
-                if rows % unit == 0
-            }
-            for row in range(1, len(kinds) - 1):
-                for number in seats.values():
-                    if layers.fits[row, number]:
-                        seconds = self._costs.computing(kinds[row], layers.positions[number], rows)
-                        least[row] = min(least[row], seconds)
-            self._least[key] = tuple(least)
+            least = dict.fromkeys(self._costs.config.kinds, math.inf)
+            for strategy, wrapped, unit in self._ways_to_compute(pipeline):
+                for section in self._sections if rows % unit == 0 else ():
+                    for kind in section.kinds if section.fits(strategy) else ():
+                        least[kind] = min(least[kind], self._costs.computing(kind, strategy, wrapped, rows))
+            self._least[key] = (0.0, *list(least.values())[1:-1], 0.0)
         return self._least[key]
+
+    def _ways_to_compute(self, pipeline: Plan) -> list[tuple[Strategy, bool, int]]:
+        """Return strategies that compute differently, whether they wrap layers, and what divides their rows, cached."""
+        key = self._key(pipeline)
+        if key not in self._ways:
+            rules, ways = self._costs.rules(self._place(pipeline)), dict[Hashable, tuple[Strategy, bool, int]]()
+            for strategy in self._allowed(pipeline):
+                wrapped, tensor = rules.wraps(strategy), (strategy.tensor_flag, strategy.degree("tp"))
+                ways.setdefault((tensor, strategy.checkpoint, wrapped), (strategy, wrapped, self._unit(strategy)))
+            self._ways[key] = list(ways.values())
+        return self._ways[key]
+
+    def _allowed(self, pipeline: Plan) -> Iterator[Strategy]:
+        """Yield the strategies that the support matrix and the machine allow in `pipeline`."""
+        for strategy in self._space.strategies(self._space.ranks // pipeline.pipeline_degree):
+            if (self._costs.hardware.host or not strategy.offload) and self._space.allows(pipeline, strategy):
+                yield strategy
+
+    def _place(self, pipeline: Plan) -> PlacedStrategy:
+        return PlacedStrategy(pp=pipeline.pipeline_degree, splits=pipeline.splits_backward)
+
+    def _unit(self, strategy: Strategy) -> int:
+        """Return the number that has to divide the rows of a micro-batch."""
+        return row_parts(strategy) * (self._costs.teacher.group if self._costs.teacher else 1)
 
     def _key(self, pipeline: Plan) -> tuple[int, bool]:
         """Return a key that is equal for pipelines with the same strategies and costs.
@@ -126,35 +148,30 @@ class Options:
         """
         return pipeline.pipeline_degree, pipeline.splits_backward
 
-    def _of_pipeline(self, pipeline: Plan) -> tuple[Layers, Indices]:
-        """Return the strategies that the support matrix and the machine allow in `pipeline`.
+    def _of_pipeline(self, pipeline: Plan) -> tuple[Layers, Indices, Indices]:
+        """Return the costs of the parameters of the strategies in `pipeline`, cached.
 
-        Of those with equal layouts and computing, a strategy is dropped if the parameters of another one cost no more.
-        Also return the numbers that have to divide the rows of a micro-batch.
+        Of those with equal layouts and costs there is one. Also return the numbers of the strategies to choose from,
+        which are those whose parameters cost less than others with equal layouts and computing, and what divides their
+        rows.
         """
         key = self._key(pipeline)
         if key not in self._layers:
-            pp, costs = pipeline.pipeline_degree, self._costs
-            where = PlacedStrategy(pp=pp, splits=pipeline.splits_backward)
-            host, allowed = costs.hardware.host is not None, list[Strategy]()
-            for strategy in self._space.strategies(self._space.ranks // pp):
-                if (host or not strategy.offload) and self._space.allows(pipeline, strategy):
-                    allowed.append(strategy)
-            self.strategies += len(allowed)
-            distinct: dict[tuple[int, int, Hashable, Strategy | None], PipelinePosition] = {}
-            for strategy in allowed:
-                position = costs.position(strategy, where)
+            distinct = dict[tuple[tuple[Hashable, ...], int, Hashable], PipelinePosition]()
+            where, one_section = self._place(pipeline), len(self._sections) == 1
+            for strategy in self._allowed(pipeline):
+                self.strategies += 1
+                position = self._costs.position(strategy, where)
                 # Plans with counterparts name their strategies: none of these is left out.
-                name = None if len(self._sections) == 1 else strategy
-                distinct.setdefault((position.computes, position.keeps, token_layout_key(strategy), name), position)
-            positions, keys = tuple(distinct.values()), list(distinct)
-            fitting = [[section.fits(position.strategy) for position in positions] for section in self._sections]
-            fits = np.array(fitting, dtype=bool)[self._section_of_kind]
-            layers = Layers(costs, positions, fits)
-            if len(self._sections) == 1 and positions:
-                alike = {(computes, layout): n for n, (computes, _, layout, _) in enumerate(keys)}
-                layers = layers.lightest(np.array([alike[computes, layout] for computes, _, layout, _ in keys]))
-            group = costs.teacher.group if costs.teacher else 1
-            units = np.array([row_parts(position.strategy) * group for position in layers.positions], dtype=np.int64)
-            self._layers[key] = layers, units
+                alike = position.computes, token_layout_key(strategy)
+                distinct.setdefault((alike, position.keeps, one_section or strategy), position)
+            positions = tuple(distinct.values())
+            fitting = [[section.fits(one.strategy) for one in positions] for section in self._sections]
+            layers = Layers(self._costs, positions, np.array(fitting, dtype=bool)[self._section_of_kind])
+            kept = np.arange(len(positions))
+            if one_section and positions:
+                groups = {alike: number for number, (alike, *_) in enumerate(distinct)}
+                kept = layers.lightest(np.array([groups[alike] for alike, *_ in distinct]))
+            units = [self._unit(positions[column].strategy) for column in kept.tolist()]
+            self._layers[key] = layers, kept, np.array(units, dtype=np.int64)
         return self._layers[key]

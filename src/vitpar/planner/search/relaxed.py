@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from vitpar.planner.search.bounds import Costs, Machine, PlanOutline, in_flight, queueing, rounds
+from vitpar.planner.search.bounds import BYTES, Machine, PlanOutline, layer_sums, totals
 from vitpar.planner.search.loads import Array
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.sections import Sections
-from vitpar.strategy import SCHEDULES
 
 STEPS = 40
 """Maximum number of subgradient steps of `least_seconds`."""
@@ -28,7 +27,7 @@ def least_seconds(
 ) -> float:
     """Return a lower bound on the seconds of a step over every mix of `choices`; infinite if none fits into memory.
 
-    A step takes at least each of several sums over layers (`_sums`). It therefore takes at least any weighted mean of
+    A step takes at least each of several sums over layers (`totals`). It therefore takes at least any weighted mean of
     them. A plan that fits does not exceed the memory, so adding price · (bytes needed / budget - 1) keeps a lower bound
     for any price >= 0. The total is a sum over layers, so its minimum lets each layer choose its own cheapest strategy.
     Subgradient steps approach the weights and prices with the highest bound (the Lagrangian dual).
@@ -38,7 +37,8 @@ def least_seconds(
     """
     if not choices.strategies:
         return float("inf")
-    sums, constants = _sums(outline, choices, sections, machine)
+    sums, per_column = totals(outline, choices, machine)
+    constants = per_column[:, 0]
     needs, budgets = _needs(outline, choices, sections, machine)
     times, rows = sections.counts, range(len(sections.kinds))
 
@@ -95,99 +95,21 @@ def _on_simplex(point: Array) -> Array:
     return np.maximum(point + above[last], 0.0)
 
 
-def _sums(outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, Array]:
-    """Return lower bounds on the seconds of a step: (seconds per layer, constants).
-
-    Seconds are an array [bounds, kinds, strategies]. A bound is its constant plus the sum over embed, blocks, head.
-    """
-    pipeline, m = outline.pipeline, outline.microbatches
-    pp, costs = pipeline.pipeline_degree, Costs(choices, machine)
-    if pp == 1:
-        sums = [(layers, m * machine.overhead) for layers in costs.unpipelined(m, machine.overlap)]
-    else:
-        sums = _pipelined_sums(outline, choices, sections, machine, costs)
-    return np.stack([total for total, _ in sums]), np.array([constant for _, constant in sums]) + machine.norm
-
-
-def _pipelined_sums(
-    outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine, costs: Costs
-) -> list[tuple[Array, float]]:
-    """Return the bounds of `_sums` for a pipeline, as (seconds per layer [kinds, strategies], constant) each.
-
-    - One of the pp ranks has at least the mean work, background communication and waiting once per step.
-    - A micro-batch passes through all layers, forward and backward, one after the other.
-    - All ranks together compute at most as fast as `Machine.lanes` ranks.
-    - One stage per rank: stage j starts after the earlier stages, which finish after it. A weighted mean of the stages'
-      bounds that counts the work of every stage equally depends on the sum over layers only, not on the split.
-    - One stage per rank: at most as many micro-batches as the first stage keeps are between their first forward and
-      last backward at a time.
-    - Several even stages per rank, of blocks that are alike: the last rank starts after the first pp - 1 stages.
-    """
-    pipeline, m = outline.pipeline, outline.microbatches
-    pp, stages, schedule = pipeline.pipeline_degree, pipeline.num_stages, SCHEDULES[pipeline.schedule]
-    hops = machine.hops(float(choices.token_share.min()))
-    optimizer, actions = costs.optimizer / pp, 2 * machine.action
-    sent = np.array(hops.each)
-    block = costs.work[1:-1].min() + actions
-    queue = (
-        float(queueing(outline, sent, np.full(stages, block)).max())
-        if schedule.stages == "one"
-        else (m - 1) * max(sent)
-    )
-    late = costs.late if schedule.splits_backward else 0.0
-    one = schedule.stages == "one"
-    late_sent, early = (costs.sent_late, costs.sent_early) if one else (0.0, 0.0)
-    # The mean over ranks is at most the maximum: sums over all layers divided by pp bound the fullest rank.
-    sums = [
-        ((m * costs.work + costs.waits_once) / pp + optimizer, m * actions * stages / pp),
-        ((m * costs.sent_each + costs.sent_once) / pp + optimizer, 0.0),
-        (((m - 1) * costs.work + costs.forward + late_sent) / pp + optimizer, (m - 1) * actions * stages / pp),
-        ((m * costs.work - costs.forward + early + costs.waits_once) / pp + optimizer, 0.0),
-        (costs.work - late - costs.forward + early + optimizer, 0.0),
-        (costs.work - late + optimizer, actions * stages + 2 * sent.sum() + queue),
-        (0.0 * optimizer, m * hops.busiest),
-        (m * costs.work * machine.speed / machine.lanes, m * actions * stages * machine.speed / machine.lanes),
-    ]
-    if schedule.stages == "one":
-        # Stage j gives: step >= w_0 + … + w_(j-1) + m·w_j. These weights sum to 1, and in the weighted mean each w_i
-        # has the same factor `every`.
-        every = 1 / (1 - (1 - 1 / m) ** pp)
-        weights = every / m * (1 - 1 / m) ** (pp - 1 - np.arange(pp))
-        sends = 2 * float(weights @ np.concatenate([[0.0], np.cumsum(sent)]))
-        sums.append((every * costs.work, every * actions * stages + sends))
-        if pipeline.schedule == "1f1b":
-            # The cycle of two stages (`queueing`) with the work of all other stages, each counted equally.
-            every = 2 * int(rounds(outline)[0])
-            sums.append((every * costs.work / pp, every * (actions + 2 * max(sent) / pp)))
-        alive = in_flight(pipeline, m)[0]
-        sums.append((m / alive * costs.work + optimizer, m / alive * (actions * stages + 2 * sent.sum())))
-    elif sections.alike:
-        least = sections.depth // stages / sections.depth
-        before = costs.forward if schedule.splits_backward else costs.work
-        blocks = least * ((pp - 1) * before + m * pipeline.virtual_stages * costs.work)
-        blocks[[0, 2]] = 0.0
-        sums.append((blocks, 0.0))
-    return sums
-
-
 def _needs(outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, list[float]]:
     """Return (bytes needed per layer [2, kinds, strategies], bytes available), summed over places of the pp axis.
 
     The two moments are the step of the optimizer, and the beginning of the last backward. Summing over places drops the
     split into stages, and only makes it easier to fit.
     """
-    pipeline, m, a = outline.pipeline, outline.microbatches, choices.loads
-    pp = pipeline.pipeline_degree
-    # Under other schedules than gpipe the last stage keeps one micro-batch. Any layer could be there.
-    alive = m if pipeline.schedule == "gpipe" else 1
-    waiting = a.gradients if pp == 1 and m > 1 else 0.0
-    travelling = 2 * (pipeline.num_stages - 1) * m * machine.tokens * float(choices.token_share.min())
+    pipeline, m, loads = outline.pipeline, outline.microbatches, choices.loads
+    pp, stages = pipeline.pipeline_degree, pipeline.num_stages
+    travelling = 2 * (stages - 1) * m * machine.tokens * float(choices.token_share.min())
     left = pp * machine.budget - travelling - machine.images * float(choices.image_share.min())
     working = 0.0
     # Without a pipeline the head's activations are freed before the backward of the last block begins.
     if pp == 1:
         # Of several kinds of blocks, that of the last block.
         last = sections.rows[-1]
-        working = float((a.working_once if m == 1 else a.working)[last].min() - a.saved[-1].max())
-    busy = a.kept + a.gathered + waiting + alive * a.saved
-    return np.stack([a.kept + a.reduced, busy]), [left, left - max(0.0, working)]
+        working = float((loads.working_once if m == 1 else loads.working)[last].min() - loads.saved[-1].max())
+    # The last stage keeps the fewest micro-batches. Any layer could be there.
+    return layer_sums(outline, loads, machine, stages - 1).layers[BYTES], [left, left - max(0.0, working)]

@@ -21,7 +21,7 @@ gathers only once for all micro-batches of a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import permutations, product
@@ -34,7 +34,7 @@ from vitpar.planner.search.sections import Sections, counterparts, sections_of
 from vitpar.strategy import SCHEDULES, Axis, Plan, Strategy, validate
 from vitpar.strategy.batch import schedule_objection
 from vitpar.strategy.layer import TENSOR_MODES
-from vitpar.strategy.support import refuse_clashes
+from vitpar.strategy.support import features, first_clash, layer_features
 from vitpar.text import divisors
 
 FLAGS = ("sp", "2d", "2.5d", "3d", "zero1", "zero2", "ckpt", "ckpt.selective", "offload")
@@ -92,10 +92,9 @@ class Space:
         """Sections of the model's blocks."""
         return _sections(self.config)
 
-    def strategies(self, size: int) -> tuple[Strategy, ...]:
+    def strategies(self, size: int) -> Collection[Strategy]:
         """Return the strategies of a layer on a stage of `size` ranks that the model allows, in one section or more."""
-        every = _strategies(self.config, size, self.roles, self.flags)
-        return every if self.tensors is None else tuple(s for s in every if tensor_name(s) in self.tensors)
+        return _strategies(self.config, size, self.roles, self.flags, self.tensors)
 
     def combinations(self, size: int) -> tuple[tuple[Strategy, ...], ...]:
         """Return the strategies of all sections on a stage of `size` ranks, for plans with one strategy.
@@ -121,19 +120,18 @@ class Space:
 
     def allows(self, pipeline: Plan, strategy: Strategy) -> bool:
         """Return whether the support matrix allows `strategy` in `pipeline`, at the training's precision."""
-        try:
-            refuse_clashes(replace(pipeline, layers=(("*", strategy),)), self.precision, self.compiled)
-        except StrategyError:
-            return False
-        return True
+        present = features(pipeline, self.precision, self.compiled) | layer_features(strategy)
+        return first_clash(present) is None
 
 
 _sections = lru_cache(maxsize=64)(sections_of)
 
 
 @lru_cache(maxsize=256)
-def _strategies(config: ModelConfig, size: int, roles: tuple[str, ...], flags: tuple[str, ...]) -> tuple[Strategy, ...]:
-    """Return the strategies of `Space.strategies`, whatever `Space.tensors` is."""
+def _strategies(
+    config: ModelConfig, size: int, roles: tuple[str, ...], flags: tuple[str, ...], tensors: tuple[str, ...] | None
+) -> Collection[Strategy]:
+    """Return what `Space.strategies` does."""
     strategies: dict[Strategy, None] = {}  # an ordered set
     policies = (None, *(name for flag, name in (("ckpt", "full"), ("ckpt.selective", "selective")) if flag in flags))
     for dp, fsdp, tp in _products(size):
@@ -143,11 +141,13 @@ def _strategies(config: ModelConfig, size: int, roles: tuple[str, ...], flags: t
         for order in permutations(degrees.items()):
             axes = tuple(Axis(role, n) for role, n in order)  # type: ignore[arg-type]
             for tensor in _tensor_ways(config, axes, flags):
+                if tensors is not None and tensor_name(tensor) not in tensors:
+                    continue
                 zeros = [0, *(z for z in (1, 2) if f"zero{z}" in flags and dp > 1 and fsdp == 1)]
                 homes = (False, True) if "offload" in flags and fsdp > 1 and dp == 1 else (False,)
                 for zero, policy, offload in product(zeros, policies, homes):
                     strategies[replace(tensor, zero=zero, checkpoint=policy, offload=offload)] = None
-    return tuple(strategies)
+    return strategies.keys()
 
 
 def _products(size: int) -> Iterator[tuple[int, int, int]]:

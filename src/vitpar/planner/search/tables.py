@@ -54,7 +54,7 @@ class LayerTable:
     def sums(self, number: int) -> LayerSums:
         """Return the costs of single layers in stage `number`, cached."""
         if number not in self._sums:
-            sums = self._sums[number] = layer_sums(self.outline, self.choices, self.machine, number)
+            sums = self._sums[number] = layer_sums(self.outline, self.choices.loads, self.machine, number)
             sums.layers[: EACH + 1] *= self.scale
         return self._sums[number]
 

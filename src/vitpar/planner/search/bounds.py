@@ -25,8 +25,8 @@ from vitpar.planner.search.sections import Sections
 from vitpar.strategy import Plan
 from vitpar.strategy.stages import split_blocks, stages_of_rank
 
-TIMES, EACH, BYTES = slice(0, 5), 5, slice(6, 8)
-"""Rows of `layer_sums`: seconds of a step, seconds of a micro-batch, bytes."""
+TIMES, EACH, BYTES, ROWS = slice(0, 5), 5, slice(6, 9), 9
+"""Rows of `layer_sums`: seconds of a step, seconds of a micro-batch, bytes; their number."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class LayerSums:
     """Costs of the layers of a stage, arrays with a column for each strategy. See `layer_sums` for the rows."""
 
     layers: Array
-    """Costs of a layer by kind, [8, kinds, strategies]."""
+    """Costs of a layer by kind, [ROWS, kinds, strategies]."""
     working: Array
-    """Transient bytes in the backward of a layer, [kinds, strategies]."""
+    """Transient bytes in the backward of a layer on top of the last two rows, [2, kinds, strategies]."""
     after: Array
     """Bytes of a layer after its backward, while that of earlier layers runs, [kinds, strategies]."""
 
@@ -99,7 +99,8 @@ def layer_sums(outline: PlanOutline, loads: Loads, machine: Machine, number: int
     - 4: seconds of communication in the background, plus the optimizer
     - 5: seconds of one micro-batch, forward and backward
     - 6: bytes when the last backward ends, or while the optimizer steps
-    - 7: bytes when the backward of the stage's last layers begins, with as many micro-batches alive as the stage keeps
+    - 7: bytes when the first backward of the stage's last layers begins with as many micro-batches alive as it keeps
+    - 8: bytes when their last backward begins: one micro-batch is alive, gradients of the others exist
 
     Without a pipeline, rows 0 to 4 are the bounds of `_unpipelined`.
     """
@@ -114,19 +115,21 @@ def layer_sums(outline: PlanOutline, loads: Loads, machine: Machine, number: int
         times = [computing, once, late, early, m * a.sent_each + a.sent_once + a.once]
     alive = in_flight(pipeline, m)[number]
     # With more micro-batches than are alive, the gradients of earlier ones exist at the peak of row 7.
-    waiting = one and m > alive
-    busy = a.kept + a.gathered + a.gradients * waiting + alive * a.saved
-    working = _working(a, m, alive)
-    if alive == 1:
-        working = np.maximum(working, a.working_once - a.fresh * waiting)
-    working = np.maximum(working, a.copied + a.fresh * (not waiting) - alive * a.saved)
-    after = a.kept + a.gathered + (a.reduced if m == pp == 1 else a.gradients) + (alive - 1) * a.saved
-    return LayerSums(np.stack([*times, a.work, a.kept + a.reduced, busy]), working, after)
+    kept, waiting = a.kept + a.gathered, one and m > alive
+    first, last = kept + a.gradients * waiting + alive * a.saved, kept + a.gradients * (one and m > 1) + a.saved
+    working, in_last = working_bytes(a, m, alive)
+    working = np.stack([working, np.maximum(in_last, a.copied + a.fresh * (m == 1) - a.saved)])
+    after = kept + (a.reduced if m == pp == 1 else a.gradients) + (alive - 1) * a.saved
+    return LayerSums(np.stack([*times, a.work, a.kept + a.reduced, first, last]), working, after)
 
 
-def _working(loads: Loads, m: int, alive: int) -> Array:
-    """Return the transient bytes of a layer's backward while `alive` of a step's `m` micro-batches are alive."""
-    return loads.working_once if m == 1 else loads.working + loads.fresh * (m <= alive)
+def working_bytes(loads: Loads, m: int, alive: int) -> tuple[Array, Array]:
+    """Return the transient bytes of a layer's backward, while `alive` of `m` micro-batches are alive and in the last.
+
+    They come on top of the last two rows of `layer_sums`.
+    """
+    first = loads.working_once if m == 1 else loads.working + loads.fresh * (m <= alive)
+    return first, loads.working_once - loads.fresh * (m > 1)
 
 
 def _unpipelined(a: Loads, m: int, overlap: tuple[float, float]) -> list[Array]:
@@ -245,13 +248,14 @@ def uniform_bounds(outline: PlanOutline, choices: Choices, sections: Sections, m
         sums = layer_sums(outline, loads, machine, first)
         travelling = sum((number > 0) + (number < len(stages) - 1) for number in numbers) * m * machine.tokens
         held = travelling * choices.token_share + (first == 0) * machine.images * choices.image_share
-        # Two moments: the step of the optimizer, and the backward of the last block with all micro-batches alive.
-        resting, busy = stages[numbers].sum(0) @ sums.layers[BYTES]
+        # Moments: the step of the optimizer, and the first and the last backward of the last block.
+        moments = stages[numbers].sum(0) @ sums.layers[BYTES]
         if len(numbers) == 1:
-            # The activations of the head are freed by then.
-            busy += (first == len(stages) - 1) * (sums.after - sums.layers[-1])[-1]
-            busy += _working(loads, m, alive)[ends[first]]
-        needs.append(held + np.maximum(resting, busy))
+            moments[1:] += [working[ends[first]] for working in working_bytes(loads, m, alive)]
+            if first == len(stages) - 1:  # the head is done by then
+                held_by_head = np.stack([loads.settled[-1] + (alive - 1) * loads.saved[-1], loads.settled[-1]])
+                moments[1:] += held_by_head - sums.layers[-2:, -1]
+        needs.append(held + moments.max(0))
     return seconds, np.max(needs, axis=0)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vitpar.planner.search.bounds import BYTES, EACH, TIMES, LayerSums
+from vitpar.planner.search.bounds import BYTES, EACH, ROWS, TIMES, LayerSums
 from vitpar.planner.search.loads import Array, Indices
 from vitpar.planner.search.tables import LayerTable
 
@@ -50,7 +50,7 @@ class _Step:
     """Labels after one layer."""
 
     sums: Array
-    """Costs of the stage so far, [labels, 8]."""
+    """Costs of the stage so far, [labels, ROWS]."""
     columns: Indices
     """Columns of the layer's strategies, [labels]."""
     parents: Indices
@@ -130,7 +130,7 @@ class Programme:
         # Messages have the smaller parts of both sides. Those of the next stage are not known yet.
         arriving = np.minimum(table.sent(start), table.sent(start)[list(former)]) if former else table.images
         memory = float(self._memory[number])
-        first = np.zeros((1, 8))
+        first = np.zeros((1, ROWS))
         # Neighbours that exchange messages take as long as these and the work of one of both (`bounds.queueing`).
         first[0, 0] += table.queued[max(0, number - 1) : number + 1].max(initial=0.0)
         steps = [_Step(first, np.array([-1]), np.array([0]), np.zeros(1))]
@@ -166,12 +166,12 @@ class Programme:
             sums[..., TIMES] *= 1 + SIMPLER * (step.columns[:, None] != columns)[..., None]
             sums += table.edges(layer, step.columns, columns)[..., None] * table.waits
         # In the backward of an earlier layer, this one has left its gradients.
-        peak = np.maximum(before + costs.after[row, columns], sums[..., -1] + costs.working[row, columns])
-        peak = np.maximum(peak, sums[..., -2])
+        in_backward = (sums[..., -2:] + costs.working[:, row, columns].T).max(-1)
+        peak = np.maximum(np.maximum(before + costs.after[row, columns], in_backward), sums[..., BYTES.start])
         seconds, used = sums[..., TIMES].max(-1), sums[..., BYTES].max(-1)
         labels, places = np.nonzero((sums[..., TIMES] <= caps).all(-1) & (peak <= memory))
         if not len(labels):
-            return _Step(np.zeros((0, 8)), labels, labels, np.zeros(0))
+            return _Step(np.zeros((0, ROWS)), labels, labels, np.zeros(0))
         sums, seconds, used, peak = (values[labels, places] for values in (sums, seconds, used, peak))
         columns, least = columns[places], used.min()
         bins = (BINS * (used - least) / max(1.0, used.max() - least)).astype(np.int64)

@@ -113,6 +113,11 @@ class Loads:
         """Seconds of computing and of blocking communication per micro-batch."""
         return self.computes + self.waits
 
+    @cached_property
+    def settled(self) -> Array:
+        """Bytes after the layer's last backward: its gradients may be reduced then."""
+        return self.kept + self.gathered + np.minimum(self.reduced, self.gradients)
+
     def at(self, rows: Indices | Array, columns: Indices) -> Loads:
         """Return the loads at these indices of every array."""
         return Loads(*(getattr(self, field.name)[rows, columns] for field in fields(self)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vitpar.planner.search.bounds import BYTES, Machine, PlanOutline, layer_sums, totals
+from vitpar.planner.search.bounds import BYTES, Machine, PlanOutline, in_flight, layer_sums, totals, working_bytes
 from vitpar.planner.search.loads import Array
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.sections import Sections
@@ -39,8 +39,13 @@ def least_seconds(
         return float("inf")
     sums, per_column = totals(outline, choices, machine)
     constants = per_column[:, 0]
-    needs, budgets = _needs(outline, choices, sections, machine)
-    times, rows = sections.counts, range(len(sections.kinds))
+    # The last block of a stage has a row of its own: its working memory is on top of what the stage keeps.
+    last, apart = sections.rows[-1], outline.pipeline.pipeline_degree if sections.alike else 1
+    sums = np.concatenate([sums, sums[:, [last]]], 1)
+    times = np.append(sections.counts, apart)
+    times[last] -= apart
+    needs, budgets = _needs(outline, choices, machine, last)
+    rows = range(len(times))
 
     def least(costs: Array) -> tuple[float, Array]:
         """Return the least total of `costs` [kinds, strategies] over all layers, and the strategy of each kind."""
@@ -95,21 +100,28 @@ def _on_simplex(point: Array) -> Array:
     return np.maximum(point + above[last], 0.0)
 
 
-def _needs(outline: PlanOutline, choices: Choices, sections: Sections, machine: Machine) -> tuple[Array, list[float]]:
-    """Return (bytes needed per layer [2, kinds, strategies], bytes available), summed over places of the pp axis.
+def _needs(outline: PlanOutline, choices: Choices, machine: Machine, last: int) -> tuple[Array, list[float]]:
+    """Return (bytes needed per layer [3, kinds + 1, strategies], bytes available), as weighted sums over all stages.
 
-    The two moments are the step of the optimizer, and the beginning of the last backward. Summing over places drops the
-    split into stages, and only makes it easier to fit.
+    The moments are the step of the optimizer, and the beginning of the first and of the last backward of a stage's last
+    block, whose row is the last one. Sums over stages drop the split, and only make it easier to fit. At the first
+    backward, stages that keep more micro-batches count less, so that a layer's activations count alike in each.
+
+    last: row of the kind of the model's last block
     """
     pipeline, m, loads = outline.pipeline, outline.microbatches, choices.loads
-    pp, stages = pipeline.pipeline_degree, pipeline.num_stages
-    travelling = 2 * (stages - 1) * m * machine.tokens * float(choices.token_share.min())
-    left = pp * machine.budget - travelling - machine.images * float(choices.image_share.min())
-    working = 0.0
-    # Without a pipeline the head's activations are freed before the backward of the last block begins.
-    if pp == 1:
-        # Of several kinds of blocks, that of the last block.
-        last = sections.rows[-1]
-        working = float((loads.working_once if m == 1 else loads.working)[last].min() - loads.saved[-1].max())
-    # The last stage keeps the fewest micro-batches. Any layer could be there.
-    return layer_sums(outline, loads, machine, stages - 1).layers[BYTES], [left, left - max(0.0, working)]
+    stages, alive = pipeline.num_stages, np.array(in_flight(pipeline, m))
+    # The last stage keeps the fewest micro-batches.
+    layers, working = layer_sums(outline, loads, machine, stages - 1).layers, working_bytes(loads, m, int(alive[-1]))
+    kept = loads.kept + loads.gathered + loads.gradients * (m > alive[0])
+    needs = np.stack([layers[BYTES.start], loads.saved + kept / alive[0], layers[-1]])
+    needs = np.concatenate([needs, needs[:, [last]]], 1)
+    needs[1:, -1] += np.stack([working[0][last] / alive[0], working[1][last]])
+    # The head is done before.
+    needs[1:, -2] = loads.settled[-1] / alive[-1] + (1 - 1 / alive[-1]) * loads.saved[-1], loads.settled[-1]
+    messages = m * machine.tokens * float(choices.token_share.min())
+    images = machine.images * float(choices.image_share.min())
+    left = pipeline.pipeline_degree * machine.budget - 2 * (stages - 1) * messages - images
+    neighbours = 1.0 * (np.arange(stages) > 0) + (np.arange(stages) < stages - 1)
+    first = ((machine.budget - neighbours * messages) / alive).sum() - images / alive[0]
+    return needs, [left, float(first), left]

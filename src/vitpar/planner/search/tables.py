@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vitpar.planner.search.bounds import EACH, LayerSums, Machine, PlanOutline, layer_sums, rounds
+from vitpar.planner.search.bounds import EACH, ROWS, LayerSums, Machine, PlanOutline, layer_sums, rounds
 from vitpar.planner.search.loads import Array, Indices
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.sections import Sections
@@ -32,7 +32,7 @@ class LayerTable:
         self._models = tuple(choices.strategies[keys.index(key)][0] for key in layouts)
         self._moved: dict[int, Array] = {}
         # Redistribution blocks in forward and backward of every micro-batch; no transfer in the background adds to it.
-        self.waits = np.zeros(8)
+        self.waits = np.zeros(ROWS)
         self.waits[:4], self.waits[EACH] = outline.microbatches, 1.0
         if outline.pipeline.pipeline_degree == 1:
             self.waits[4] = outline.microbatches

@@ -219,15 +219,13 @@ def certainty(found: Record) -> str:
     """Return in words how much faster other plans may be."""
     best, bound = found["plans"][0]["images_per_second"], found["images_per_second_bound"]
     faster = max(one["images_per_second"] for one in found["plans"]) / best - 1
-    how = "not every plan was examined"
-    if found["exact"]:
-        how = f"no plan of the searched space is more than {max(SearchEffort().simpler, faster):.1%} faster"
-    if faster > SearchEffort().tolerance:
-        how = f"the fastest plan found is {faster:.1%} faster and has more strategies; {how}"
     gap = max(0.0, bound / best - 1) if bound else 0.0
+    words = f"no mix of strategies can be more than {gap:.2%} faster"
     if gap > USEFUL_GAP:
-        return f"{how}; no useful bound"
-    return f"{how}; no mix of strategies can be more than {gap:.2%} faster"
+        words = "not every plan was examined; no useful bound"
+    if faster > SearchEffort().tolerance:
+        words = f"the fastest plan found is {faster:.1%} faster and has more strategies; {words}"
+    return words
 
 
 def provenance(hardware: Hardware, model: ModelProfile) -> tuple[str, ...]:

@@ -243,7 +243,7 @@ def uniform_bounds(outline: PlanOutline, choices: Choices, sections: Sections, m
         seconds = np.maximum(seconds, times.max((0, 1)))
     # Of ranks with equally many blocks, the first one keeps most micro-batches; the last one has the head.
     ends, needs = [sections.rows[blocks[-1]] for blocks in split], list[Array]()
-    for numbers in (places[0], places[-1]):
+    for numbers in [places[place] for place in {0, pp - 1}]:
         first, alive = numbers[0], in_flight(pipeline, m)[numbers[0]]
         sums = layer_sums(outline, loads, machine, first)
         travelling = sum((number > 0) + (number < len(stages) - 1) for number in numbers) * m * machine.tokens

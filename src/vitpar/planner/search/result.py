@@ -27,7 +27,7 @@ class Result:
     priced: int
     """Number of plans priced by this `Search` so far."""
     strategies: int
-    """Number of layer strategies considered, counted per pipeline degree."""
+    """Number of layer strategies costed, counted per pipeline degree that a cheap bound does not rule out."""
     seconds: float
     """Duration of the search in seconds."""
 

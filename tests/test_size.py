@@ -16,7 +16,7 @@ MOST = {
     "src/vitpar/launch": 1_480,
     "src/vitpar/models": 8_591,
     "src/vitpar/parallel": 3_143,
-    "src/vitpar/planner": 10_389,
+    "src/vitpar/planner": 10_367,
     "src/vitpar/recipe": 3_048,
     "src/vitpar/runs": 2_937,
     "src/vitpar/strategy": 2_717,

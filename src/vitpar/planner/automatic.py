@@ -17,8 +17,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.models.families import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.search.best import Progress, Search
-from vitpar.planner.search.ranking import SearchEffort
-from vitpar.planner.search.result import Result
+from vitpar.planner.search.ranking import Result, SearchEffort
 from vitpar.planner.search.space import FLAGS, ROLES, Space
 from vitpar.planner.sources import known_flags, profiled_costs, recipe_costs, usual_budget
 from vitpar.recipe import read_recipe

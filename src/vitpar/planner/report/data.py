@@ -17,9 +17,8 @@ from vitpar.planner.report.timeline import timeline
 from vitpar.planner.report.uncertainty import uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.gains import Gain, shares
-from vitpar.planner.search.ranking import SearchEffort
+from vitpar.planner.search.ranking import Result, SearchEffort
 from vitpar.planner.search.reasons import reasons
-from vitpar.planner.search.result import Result
 from vitpar.runs.pages.figures import rows_of
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json

@@ -28,8 +28,7 @@ from vitpar.planner.cost.price import Price
 from vitpar.planner.search.bounds import PlanOutline, uniform_bounds
 from vitpar.planner.search.costed import CostedSpace
 from vitpar.planner.search.mixing import Mixer
-from vitpar.planner.search.ranking import BestPlans, SearchEffort
-from vitpar.planner.search.result import Result
+from vitpar.planner.search.ranking import BestPlans, Result, SearchEffort
 from vitpar.planner.search.space import Space
 from vitpar.strategy.selectors import Groups
 

@@ -13,12 +13,11 @@ from vitpar.planner.cost.price import Hops, Price, hop_seconds, norm_seconds, pl
 from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Machine, PlanOutline, ideal_seconds
-from vitpar.planner.search.ends import tied_layers, with_tied_alike
 from vitpar.planner.search.loads import Array
 from vitpar.planner.search.options import Choices, Options, paces
 from vitpar.planner.search.relaxed import STEPS, least_seconds
 from vitpar.planner.search.sections import Sections
-from vitpar.planner.search.space import Space
+from vitpar.planner.search.space import Space, tied_layers, with_tied_alike
 from vitpar.planner.search.tables import Moves, received_shares
 from vitpar.strategy import Plan, Strategy, token_layout
 from vitpar.strategy.layout import token_layout_key

@@ -12,10 +12,10 @@ from vitpar.planner.cost.price import Price
 from vitpar.planner.search.bounds import PlanOutline, uniform_bounds
 from vitpar.planner.search.costed import CostedSpace
 from vitpar.planner.search.dynamic import LayerMix, Programme
-from vitpar.planner.search.ends import with_layers, with_tied_alike
 from vitpar.planner.search.loads import Array, Indices, undominated
 from vitpar.planner.search.options import Choices
 from vitpar.planner.search.ranking import BestPlans, SearchEffort
+from vitpar.planner.search.space import with_layers, with_tied_alike
 from vitpar.planner.search.tables import LayerTable
 from vitpar.strategy import CHECKPOINT_POLICIES, Plan, Strategy
 from vitpar.strategy.stages import split_blocks

@@ -21,7 +21,7 @@ gathers only once for all micro-batches of a step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import permutations, product
@@ -29,11 +29,13 @@ from typing import Any
 
 from vitpar.errors import StrategyError
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import block_index, is_block, layer_of
 from vitpar.planner.cost.layer import tensor_name
 from vitpar.planner.search.sections import Sections, counterparts, sections_of
 from vitpar.strategy import SCHEDULES, Axis, Plan, Strategy, validate
 from vitpar.strategy.batch import schedule_objection
 from vitpar.strategy.layer import TENSOR_MODES
+from vitpar.strategy.selectors import canonical
 from vitpar.strategy.support import features, first_clash, layer_features
 from vitpar.text import divisors
 
@@ -181,3 +183,37 @@ def _tensor_ways(config: ModelConfig, axes: tuple[Axis, ...], flags: tuple[str, 
         except StrategyError:
             continue
         yield strategy
+
+
+def tied_layers(config: ModelConfig) -> tuple[frozenset[str], ...]:
+    """Return the names of the layers that share a parameter and need one strategy, for each such parameter."""
+    shared = (names for owner, names in config.holders.items() if owner not in config.tables)
+    tied = (frozenset(map(layer_of, names)) for names in shared)
+    return tuple(dict.fromkeys(layers for layers in tied if len(layers) > 1))
+
+
+def with_tied_alike(plan: Plan, config: ModelConfig, tied: Sequence[Collection[str]]) -> Iterator[Plan]:
+    """Yield `plan` if the layers of each of `tied` have one strategy, else the plans that give them one of theirs."""
+    if plan.is_uniform or not tied:
+        yield plan
+        return
+    strategies = plan.strategies(config.layer_names)
+    theirs = [tuple(dict.fromkeys(strategies[name] for name in strategies if name in layers)) for layers in tied]
+    if all(len(each) == 1 for each in theirs):
+        yield plan
+        return
+    for chosen in product(*theirs):
+        changed = {name: strategy for layers, strategy in zip(tied, chosen, strict=True) for name in layers}
+        yield with_layers(plan, {**strategies, **changed})
+
+
+def with_layers(plan: Plan, strategies: Mapping[str, Strategy]) -> Plan:
+    """Return `plan` with these strategies by layer; embed and head are left out where the next block has theirs."""
+    if len({*strategies.values()}) == 1:
+        return replace(plan, layers=(("*", next(iter(strategies.values()))),))
+    embed, *blocks, head = strategies
+    groups = [(str(block_index(name)) if is_block(name) else name, strategy) for name, strategy in strategies.items()]
+    left_out = {
+        end for end, next_to in ((embed, blocks[0]), (head, blocks[-1])) if strategies[end] == strategies[next_to]
+    }
+    return replace(plan, layers=canonical(tuple(group for group in groups if group[0] not in left_out)))

@@ -17,16 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from vitpar.parallel.collective import (
-    all_gather,
-    all_reduce,
-    finish,
-    finish_all_gather,
-    reduce_scatter,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from vitpar.parallel import collective
 from vitpar.parallel.float8 import Fast, multiply, product, scaled_rows
 
 
@@ -71,7 +62,7 @@ class _Linear(torch.autograd.Function):
         ctx.dim, ctx.group, ctx.in_float8 = dim, group, in_float8
         # Save this rank's part, not the gathered tensor, which takes group.size() times the memory.
         ctx.save_for_backward(x, weight)
-        whole = x if dim is None else all_gather(x, dim, group)
+        whole = x if dim is None else collective.all_gather(x, dim, group)
         # The bias in the product: added to its output, it costs two passes over it.
         if in_float8:
             return product(whole, weight, in_float8.output, bias)
@@ -79,29 +70,26 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        for_x, for_weight = _for_operands(ctx, gradient)
+        x, weight = ctx.saved_tensors
+        dim, group, needs_x, needs_weight = ctx.dim, ctx.group, _needed(ctx, 0), _needed(ctx, 1)
+        for_x = for_weight = None
+        if needs_x:
+            operands, fast = [gradient, weight], bool(ctx.in_float8 and ctx.in_float8.gradient)
+            if ctx.in_float8:  # converted here, where the compiler sees it and can fuse it
+                operands = [*scaled_rows(gradient.flatten(0, -2)), *scaled_rows(weight.t())]
+            if needs_weight:
+                both = _compiled if torch.compiler.is_compiling() else _overlapped
+                for_x, for_weight = both(gradient, x, operands, fast, dim, group.group_name)
+            else:
+                partial = _for_input(gradient, operands, fast)
+                if dim is None:
+                    for_x = collective.all_reduce(partial, group)
+                else:
+                    for_x = collective.reduce_scatter(partial, dim, group)
+        elif needs_weight:
+            for_weight = _for_weight(gradient, x if dim is None else collective.all_gather(x, dim, group))
         for_bias = gradient.flatten(0, -2).sum(0) if _needed(ctx, 2) else None
         return for_x, for_weight, for_bias, None, None, None
-
-
-def _for_operands(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of input and weight, or None for one that is not needed."""
-    x, weight = ctx.saved_tensors
-    dim, group, needs_x, needs_weight = ctx.dim, ctx.group, _needed(ctx, 0), _needed(ctx, 1)
-    for_x = for_weight = None
-    if needs_x:
-        operands, fast = [gradient, weight], bool(ctx.in_float8 and ctx.in_float8.gradient)
-        if ctx.in_float8:  # converted here, where the compiler sees it and can fuse it
-            operands = [*scaled_rows(gradient.flatten(0, -2)), *scaled_rows(weight.t())]
-        if needs_weight:
-            return (_compiled if torch.compiler.is_compiling() else _overlapped)(
-                gradient, x, operands, fast, dim, group.group_name
-            )
-        partial = _for_input(gradient, operands, fast)
-        for_x = all_reduce(partial, group) if dim is None else reduce_scatter(partial, dim, group)
-    elif needs_weight:
-        for_weight = _for_weight(gradient, x if dim is None else all_gather(x, dim, group))
-    return for_x, for_weight
 
 
 def _needed(ctx: Any, number: int) -> bool:
@@ -141,13 +129,13 @@ def _overlapped(
     """Return the gradients of (input, weight), in the order of the table above."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     if dim is None:
-        summing = start_all_reduce(_for_input(gradient, operands, fast), group)
+        summing = collective.start_all_reduce(_for_input(gradient, operands, fast), group)
         for_weight = _for_weight(gradient, x)
     else:
-        gathering = start_all_gather(x, group)
-        summing = start_reduce_scatter(_for_input(gradient, operands, fast), dim, group)
-        for_weight = _for_weight(gradient, finish_all_gather(gathering, dim, group))
-    return finish(summing, group), for_weight
+        gathering = collective.start_all_gather(x, group)
+        summing = collective.start_reduce_scatter(_for_input(gradient, operands, fast), dim, group)
+        for_weight = _for_weight(gradient, collective.finish_all_gather(gathering, dim, group))
+    return collective.finish(summing, group), for_weight
 
 
 # One operation for the compiler, which cannot look inside. upstream: inductor orders a graph for the least memory

@@ -23,10 +23,7 @@ def trains_compiled() -> bool:
 
 
 def is_plain(linear: nn.Linear) -> bool:
-    """Return whether `linear` has a bias and multiplies as torch does: complete weights, not in float8, no adapter.
-
-    Tensor parallelism and float8 give a module a forward of its own.
-    """
+    """Return whether `linear` has a bias and torch's own forward: no adapter, not in float8, not split by a plan."""
     return linear.bias is not None and "forward" not in linear.__dict__ and not hasattr(linear, "lora_A")
 
 

@@ -92,10 +92,7 @@ class ModelConfig:
 
     @classmethod
     def named(cls, name: str, options: Mapping[str, Any]) -> Self:
-        """Return the model called `name`, which the family knows, with `options` replacing its fields.
-
-        Raises ModelError for options that are missing or contradict each other.
-        """
+        """Return the model called `name` with `options` replacing its fields. Raises ModelError if they do not fit."""
         known = cls.fields_of(name)
         if known is None and (missing := {*cls.NEEDED} - options.keys()):
             raise ModelError(f"{name} needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}")
@@ -190,10 +187,7 @@ class ModelConfig:
 
     @property
     def pretrained(self) -> tuple[ModelConfig, Mapping[str, MadeTensor]] | None:
-        """Return the model that pretraining this one is for, and how its parameters are made; None for this one.
-
-        The parameters are by name, without those of a classifier.
-        """
+        """Return the model that this one is pretraining for, and its parameters without classifier; or None."""
         return None
 
     def adapted(self, there: ModelConfig) -> Adapted | None:
@@ -261,10 +255,7 @@ class ModelConfig:
 
     @cached_property
     def holders(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of each shared parameter and each table in the layers, the owner's first, by that name.
-
-        Raises ModelError if `shared` does not fit the layers.
-        """
+        """Return the names of each shared parameter and table by its owner. Raises ModelError for a wrong `shared`."""
         return parameter_holders(self.layers, self.shared, self.name)
 
     @cached_property
@@ -290,8 +281,7 @@ class ModelConfig:
 
     def shape(self, parameter: str) -> tuple[int, ...]:
         """Return the shape of a parameter by its name."""
-        layer = layer_of(parameter)
-        return self.layers[layer].parameters[parameter.removeprefix(f"{layer}.")]
+        return self.shapes[self.owner(parameter)]
 
     def owner(self, parameter: str) -> str:
         """Return the name of the parameter that `parameter` is a copy of, or `parameter` if it is none."""
@@ -340,17 +330,11 @@ class ModelConfig:
         return len(self.layers) - 1 - self.layer_names.index(layer)
 
     def rate_part(self, parameter: str) -> str:
-        """Return the part of the model, by name, whose learning rate a task may change during a run.
-
-        parameter: its name.
-        """
+        """Return the part of the model whose learning rate a task may change, by the name of a parameter."""
         return ""
 
     def clip_part(self, parameter: str) -> str:
-        """Return the part of the model, by name, whose gradients ``train.clip_by_part`` clips by their norm.
-
-        parameter: its name.
-        """
+        """Return the part of the model whose gradients ``train.clip_by_part`` clips, by a parameter's name."""
         return ""
 
     @cached_property

@@ -250,9 +250,6 @@ def set_last_micro_batch(root: nn.Module, last: bool, kept: Iterable[nn.Module])
 
 
 def free_gathered(root: nn.Module) -> None:
-    """Free gathered parameters under `root`, so that the next forward gathers the sharded ones again.
-
-    Needed after sharded parameters were changed in place.
-    """
+    """Free gathered parameters under `root`: the next forward gathers the sharded ones, which were changed."""
     for module in _wrapped(root.modules()):
         module.reshard()

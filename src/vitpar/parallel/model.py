@@ -173,10 +173,7 @@ class ParallelModel:
 
     @property
     def gradient_messages(self) -> list[tuple[dist.ProcessGroup, int]]:
-        """Group and bytes of each gradient all-reduce that a step waits for, in order.
-
-        Reductions by ``fully_shard`` are not included.
-        """
+        """Group and bytes of each gradient all-reduce that a step waits for, in order, but for ``fully_shard``'s."""
         return [*(total.message for total in self._gradient_sums), *self._tensor_sums.messages]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -264,10 +261,7 @@ class ParallelModel:
 
     @property
     def measured(self) -> Tensor | None:
-        """This rank's part of what the loss measured in the last step (``Loss.measure``); None for nothing.
-
-        The sum over all ranks is that of the global batch.
-        """
+        """This rank's part of what the loss measured in the last step (``Loss.measure``), a sum over ranks; or None."""
         return self._measured if self._measured is None else self._measured / self._sample_replicas
 
     def drop_gradient_sums(self) -> None:

@@ -29,7 +29,8 @@ from vitpar.models.layers import Layer
 from vitpar.models.loss import CrossEntropy, Loss
 from vitpar.models.packed_attention import PACKED_ATTENTION
 from vitpar.parallel.data import prefetch, reduce_always, shard, shard_stage
-from vitpar.parallel.float8 import FAST, compute_in_float8, float8_fault, refuse_small
+from vitpar.parallel.float8 import float8_fault, refuse_small
+from vitpar.parallel.linear import compute_in_float8
 from vitpar.parallel.mesh import layer_mesh, partial_group, pipeline_mesh, sharing_meshes, size, tensor_mesh
 from vitpar.parallel.model import ParallelModel
 from vitpar.parallel.pipeline import StageModule
@@ -163,7 +164,7 @@ def _compute(
     partial_gradients = [gradient for gradient in partial_gradients if gradient.parameter.requires_grad]
     if layer.description.is_block:
         if PRECISIONS[execution.precision].float8:
-            compute_in_float8(name, layer, execution.fp8_min_features, FAST[execution.fp8_fast_accum])
+            compute_in_float8(name, layer, execution.fp8_min_features, execution.fp8_fast_accum)
         if execution.compile and layer.description.compiled:
             # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
             # Not dynamic: by default the second size that the compiler sees, such as that of a Swin's next stage,

@@ -43,8 +43,7 @@ from vitpar.models.text_layers import embedded
 from vitpar.parallel import collective
 from vitpar.parallel.data import local_gradient
 from vitpar.parallel.float8 import Fast
-from vitpar.parallel.float8 import linear as float8_linear
-from vitpar.parallel.linear import column_linear, gathered_linear
+from vitpar.parallel.linear import column_linear, float8_linear, gathered_linear
 from vitpar.sharded import to_local
 from vitpar.strategy import Strategy, parse
 from vitpar.text import shown
@@ -168,10 +167,7 @@ class TensorStyle(ParallelStyle):
 
 
 def _place(module: nn.Module, name: str, whole: nn.Parameter, dims: list[int | None], mesh: DeviceMesh) -> None:
-    """Replace a parameter by its DTensor on `mesh`; leave it plain if no axis splits it.
-
-    dims: dimension that each axis of the mesh splits.
-    """
+    """Replace a parameter by its DTensor on `mesh`, if an axis splits one of its dimensions. dims: those, by axis."""
     if any(dim is not None for dim in dims):
         placements = [Replicate() if dim is None else Shard(dim % whole.dim()) for dim in dims]
         # src_data_rank=None: every rank slices its own copy, without a broadcast. It may still be on meta.

@@ -170,10 +170,7 @@ def write_weights(
 
 
 def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
-    """Write files to the new `folder` atomically, from a single process, and return them.
-
-    Raises CheckpointError for a folder that is not empty and if writing fails.
-    """
+    """Write files to the new `folder` atomically, and return them. Raises CheckpointError if that fails."""
     with new_folder(folder) as half:
         _write_others(half, contents)
     return [folder / name for name in contents]

@@ -199,10 +199,7 @@ def resized(before: ModelConfig, after: ModelConfig) -> str:
 
 
 def grid_of(config: ModelConfig, positions: tuple[int, ...]) -> tuple[int, int]:
-    """Return (tokens before the patches, patches along a side of the image).
-
-    positions: shape of the position embedding.
-    """
+    """Return (tokens before the patches, patches along a side). positions: shape of the position embedding."""
     patches = next(part.tokens for part in config.first_layer.parts if part.role == "embedding")
     return positions[1] - patches, math.isqrt(patches)
 

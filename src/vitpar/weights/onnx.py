@@ -22,7 +22,6 @@ from vitpar.models.initial import copy_whole_
 from vitpar.models.layers import LayeredModel
 from vitpar.weights.folder import Weights, new_folder
 from vitpar.weights.images import image_settings
-from vitpar.weights.shards import refuse_other_shapes
 
 FILE = "model.onnx"
 """File name of the model."""
@@ -36,8 +35,6 @@ _IMAGES = 2
 def whole_model(weights: Weights) -> nn.Module:
     """Return the model of `weights` in evaluation mode, on the CPU, in float32."""
     model = LayeredModel(weights.config)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    refuse_other_shapes(weights.folder, shapes, weights.config.shapes, exactly=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             copy_whole_(parameter, weights.read(weights.config.owner(name)))

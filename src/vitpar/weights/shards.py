@@ -65,10 +65,7 @@ class Shards:
 
     @classmethod
     def indexed(cls, folder: Path, index: str) -> Shards:
-        """Open the shards that the file `index` in `folder` lists.
-
-        Raises DataError, also for files outside the folder.
-        """
+        """Open the shards that the file `index` lists. Raises DataError, also for files outside the folder."""
         weight_map = read_weight_map(folder, index)
         return cls(folder, dict.fromkeys(weight_map.values()), weight_map)
 

@@ -31,11 +31,7 @@ class Embed(TextLayer):
         self.norm = LayerNorm(c.embed_dim, eps=c.norm_eps)
 
     def forward(self, ids: Tensor, token_type_ids: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """Return the tokens.
-
-        ids: int64 [batch, tokens].
-        token_type_ids: int64 [batch, tokens]; None for 0 everywhere.
-        """
+        """ids, token_type_ids: int64 [batch, tokens]; None for type 0 everywhere. Returns [batch, tokens, width]."""
         types = torch.zeros_like(ids) if token_type_ids is None else token_type_ids
         x = self.word_embeddings(ids) + self.token_type_embeddings(types)
         return self.dropped(self.norm(x + for_every_sample(self.pos_embed)[:, : ids.shape[1]]), keys, 0)

@@ -169,10 +169,7 @@ class DINOConfig(ViTConfig):
 
     @classmethod
     def continuing(cls, config: ModelConfig) -> Self | None:
-        """Return the model that continues the training of a backbone; None for another model than a ViT.
-
-        Raises ModelError for a ViT without a class token.
-        """
+        """Return the model that continues to train a ViT, or None. Raises ModelError without a class token."""
         return cls.around(config) if type(config) is ViTConfig else None
 
     @classmethod

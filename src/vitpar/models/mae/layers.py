@@ -53,10 +53,7 @@ def _keys(keys: Tensor | None, x: Tensor) -> Tensor:
 
 
 def encoder_parameters(config: MAEConfig) -> dict[str, MadeTensor]:
-    """Return the parameters of `MAEConfig.encoder`, by name, made of the autoencoder's; a classifier is not among them.
-
-    The fixed positions become learned ones.
-    """
+    """Return how parameters of `MAEConfig.encoder` are made, without a classifier; fixed positions become learned."""
     tensors = {name: MadeTensor((name,)) for name in config.encoder.shapes if not name.startswith("head.")}
     tensors["embed.pos_embed"] = MadeTensor((), lambda: positions_with_class(config, config.embed_dim))
     for end in ("weight", "bias"):

@@ -11,6 +11,7 @@ from helpers.ranks import RankPool
 from vitpar import model_config, parse, validate
 from vitpar.errors import PlannerError, RecipeError
 from vitpar.launch import ALONE, join, leave
+from vitpar.models.compiled import is_whole
 from vitpar.models.vit.layers import Block
 from vitpar.parallel import Execution, float8, linear, parallelize
 from vitpar.parallel.precision import resolve_precision, slow_here
@@ -146,6 +147,9 @@ def test_weight_shapes_unsupported_by_gpus_are_refused() -> None:
     block = Block(model_config("vit_nano_patch4_16", embed_dim=24, num_heads=4, mlp_hidden_dim=48), 3)
     with pytest.raises(RecipeError, match=r"blocks\.3\.attn\.qkv has 72 x 24: use bf16, or a plan that splits it less"):
         linear.compute_in_float8("blocks.3", block, 0)
+    whole = Block(model_config("vit_nano_patch4_16"), 3)
+    linear.compute_in_float8("blocks.3", whole, 0)
+    assert is_whole(whole.attn.qkv), "the kernel that packs queries, keys and values computes it too"
 
 
 def test_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def is_whole(linear: nn.Linear) -> bool:
 
 def multiply(linear: nn.Linear, x: Tensor, bias: Tensor) -> Tensor:
     """Return what `linear`, which `is_whole`, gives for `x` with another bias."""
-    # Precision fp8 gives a module a function of its own (vitpar.parallel.float8).
+    # Precision fp8 gives a module a function of its own (vitpar.parallel.linear).
     return linear.__dict__.get("multiply", F.linear)(x, linear.weight, bias)
 
 

@@ -12,6 +12,7 @@ The former need their complete input on every rank.
 | 6                 | wait for the all-reduce         | wait for the reduce-scatter         |
 """
 
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -174,9 +175,12 @@ def _(
     return x.new_empty(x.shape), x.new_empty(gradient.shape[-1], features)
 
 
+_MULTIPLY = {setting: partial(float8_linear, fast=fast) for setting, fast in FAST.items()}
+"""One object for all layers: for another one the compiler would make another graph."""
+
+
 def _forward(module: Any, x: Tensor) -> Tensor:
-    bias = None if module.bias is None else to_local(module.bias)
-    return float8_linear(x, to_local(module.weight), bias, module.float8)
+    return module.multiply(x, to_local(module.weight), None if module.bias is None else to_local(module.bias))
 
 
 def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: FastAccum = "forward") -> None:
@@ -204,4 +208,6 @@ def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: Fa
         module.float8 = FAST[fast]  # type: ignore[assignment]
         # A split module has its own forward, which reads `float8`, too.
         if (method := product_name(module)) not in vars(module):
+            # With another bias, ``vitpar.models.compiled`` multiplies by this function itself.
+            module.multiply = _MULTIPLY[fast]  # type: ignore[assignment]
             setattr(module, method, MethodType(_forward, module))

@@ -50,7 +50,7 @@ from vitpar.text import shown
 
 # Forwards of linear layers, norms and embeddings whose parameters were split. `TensorStyle` gives the modules
 # `tensor_mesh`, the tensor-parallel axes (j, or j and k), `tensor_role`, their row of the table, and for a split
-# vocabulary `first_id`, the first row of the weight that this rank has. ``vitpar.parallel.float8`` gives `float8`.
+# vocabulary `first_id`, the first row of the weight that this rank has. ``vitpar.parallel.linear`` gives `float8`.
 
 
 def _group(module: Any, axis: str) -> ProcessGroup:

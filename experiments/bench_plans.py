@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from bench.harness import Report, Spread, answer, is_rank, on_ranks, parser
 from vitpar.parallel.mesh import pipeline_mesh
-from vitpar.parallel.pipeline import build_schedule, pipeline_stage
+from vitpar.parallel.pipeline import Stage, build_schedule
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.strategy import SCHEDULES, parse, stages_of_rank
 
@@ -88,8 +88,7 @@ def idle(name: str, microbatches: int = 8, steps: int = 6, slot: float = 0.08) -
     shape = partial(torch.empty, 1, 8, device="meta")
     mine = stages_of_rank(pipe.get_local_rank("pp"), plan)
     stages = [
-        pipeline_stage(Sleeper(seconds), index, plan.num_stages, shape(), shape(), CPU, pipe.get_group("pp"))
-        for index in mine
+        Stage(Sleeper(seconds), index, plan.num_stages, shape(), shape(), CPU, pipe.get_group("pp")) for index in mine
     ]
     running = build_schedule(plan, stages, microbatches, lambda y, target: y.sum())
     given = [torch.zeros(microbatches, 8)] if 0 in mine else []

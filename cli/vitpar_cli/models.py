@@ -72,12 +72,12 @@ def models(
 def _show_one(config: ModelConfig, as_json: bool) -> None:
     """Print the size of a model, its kinds of layers, and its options."""
     size, layers, tp = entry(config), kinds(config), common_tp(config)
-    keys = {
-        one.name: f"model.{one.name}" if one.name in ModelSection.model_fields else f"model.options.{one.name}"
-        for one in options(config)
-    }
+    own = ModelSection.model_fields
+    settings = [
+        {"key": f"model.{'' if key in own else 'options.'}{key}", "value": getattr(config, key), "effect": effect}
+        for key, effect in options(config).items()
+    ]
     if as_json:
-        settings = [{"key": keys[one.name], "value": one.value, "effect": one.effect} for one in options(config)]
         layers_json = [asdict(one) for one in layers]
         typer.echo(json.dumps({**asdict(size), "tp": tp, "layers": layers_json, "options": settings}))
         return
@@ -102,10 +102,10 @@ def _show_one(config: ModelConfig, as_json: bool) -> None:
     console.print()
     console.print(table)
     console.print(f"Parameters and GFLOPs of one layer; tokens x features that it gives.\n{FORWARD}")
-    for option in options(config):
-        console.print(f"\n[bold]{keys[option.name]}[/bold]  {escape(_value(option.value))}")
-        if option.effect:
-            console.print(Padding(option.effect, (0, 0, 0, 4)), markup=False)
+    for setting in settings:
+        console.print(f"\n[bold]{setting['key']}[/bold]  {escape(_value(setting['value']))}")
+        if setting["effect"]:
+            console.print(Padding(setting["effect"], (0, 0, 0, 4)), markup=False)
 
 
 def _table(*headings: str) -> "Table":

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vitpar.models.own import OwnModel, register
     from vitpar.parallel.model import ParallelModel
     from vitpar.parallel.parallelize import parallelize
-    from vitpar.parallel.styles import tensor_parallel_plan
+    from vitpar.parallel.tensor import tensor_parallel_plan
     from vitpar.planner.automatic import search
     from vitpar.recipe import Recipe, read_recipe
     from vitpar.runs.run import Run
@@ -53,7 +53,7 @@ _PLACES = {
     "create_model": "vitpar.training.begin",
     "parallelize": "vitpar.parallel.parallelize",
     "search": "vitpar.planner.automatic",
-    "tensor_parallel_plan": "vitpar.parallel.styles",
+    "tensor_parallel_plan": "vitpar.parallel.tensor",
     "to_local": "vitpar.sharded",
     "train": "vitpar.training.train",
 }

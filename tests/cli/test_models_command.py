@@ -77,7 +77,7 @@ def test_degrees_are_those_that_plans_accept(name: str) -> None:
 
 
 def test_every_option_says_what_it_does() -> None:
-    assert [(name, one.name) for name in SHIPPED for one in options(model_config(name)) if not one.effect] == []
+    assert [(name, one) for name in SHIPPED for one, effect in options(model_config(name)).items() if not effect] == []
 
 
 def test_own_model_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

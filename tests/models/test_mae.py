@@ -18,7 +18,7 @@ from vitpar.models.families import config_from_json, config_to_json
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.models.mae.config import MAEConfig
-from vitpar.models.mae.masking import masked, masking_noise, shuffled
+from vitpar.models.mae.layers import masked, masking_noise, shuffled
 from vitpar.tasks.mae import MAE
 
 CASES: dict[str, MAEConfig] = {

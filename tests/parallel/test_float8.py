@@ -11,8 +11,9 @@ from helpers.ranks import RankPool
 from vitpar import model_config, parse, validate
 from vitpar.errors import PlannerError, RecipeError
 from vitpar.launch import ALONE, join, leave
+from vitpar.models.compiled import is_whole
 from vitpar.models.vit.layers import Block
-from vitpar.parallel import Execution, float8, parallelize
+from vitpar.parallel import Execution, float8, linear, parallelize
 from vitpar.parallel.precision import resolve_precision, slow_here
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
@@ -55,7 +56,7 @@ def test_zero_rows_stay_zero_and_nan_stays_nan() -> None:
 
 def test_products_and_gradients_have_float8_accuracy() -> None:
     x, weight, bias = (random(*shape).requires_grad_() for shape in ((2, 5, 64), (48, 64), (48,)))
-    y = float8.linear(x, weight, bias)
+    y = linear.float8_linear(x, weight, bias)
     gradient = random(2, 5, 48)
     y.backward(gradient)
     assert y.dtype is torch.bfloat16 and far(y, torch.nn.functional.linear(x, weight, bias)) < 0.05
@@ -138,14 +139,17 @@ def test_products_accumulate_as_asked(setting: FastAccum, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "_scaled_mm", recorded)
     x, weight = random(4, 32).requires_grad_(), random(16, 32).requires_grad_()
-    float8.linear(x, weight, fast=float8.FAST[setting]).sum().backward()
+    linear.float8_linear(x, weight, fast=float8.FAST[setting]).sum().backward()
     assert asked == {"forward": [True, False], "always": [True, True], "never": [False, False]}[setting]
 
 
 def test_weight_shapes_unsupported_by_gpus_are_refused() -> None:
     block = Block(model_config("vit_nano_patch4_16", embed_dim=24, num_heads=4, mlp_hidden_dim=48), 3)
     with pytest.raises(RecipeError, match=r"blocks\.3\.attn\.qkv has 72 x 24: use bf16, or a plan that splits it less"):
-        float8.compute_in_float8("blocks.3", block, 0)
+        linear.compute_in_float8("blocks.3", block, 0)
+    whole = Block(model_config("vit_nano_patch4_16"), 3)
+    linear.compute_in_float8("blocks.3", whole, 0)
+    assert is_whole(whole.attn.qkv), "the kernel that packs queries, keys and values computes it too"
 
 
 def test_device_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

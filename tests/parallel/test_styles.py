@@ -21,9 +21,8 @@ from torch.distributed.tensor.parallel import (
 from helpers.ranks import RankPool
 from vitpar import model_config, tensor_parallel_plan
 from vitpar.errors import ModelError, StrategyError
-from vitpar.models.role_names import role_of
-from vitpar.models.roles import ROLES, TABLE
-from vitpar.parallel.styles import FORWARDS
+from vitpar.models.roles import ROLES, TABLE, role_of
+from vitpar.parallel.tensor import FORWARDS
 
 
 class Attention(nn.Module):

@@ -23,7 +23,7 @@ from helpers.small_data import damage
 from vitpar.data.images import decode
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
-from vitpar.models.mae.masking import masked, masking_noise
+from vitpar.models.mae.layers import masked, masking_noise
 from vitpar.recipe import read_recipe
 from vitpar.recipe.defaults import recipe_for
 from vitpar.runs.predictions import drawn_samples

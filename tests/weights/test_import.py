@@ -20,8 +20,8 @@ from helpers.imported import IMAGES, logits_of, model_of
 from vitpar.errors import DataError
 from vitpar.models.initial import initial_value
 from vitpar.recipe import read_recipe
-from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import RECIPE, open_weights
+from vitpar.weights.images import read_class_names
 from vitpar.weights.importing import ImportedWeights, import_weights, resampled
 
 

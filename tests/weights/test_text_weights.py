@@ -31,7 +31,7 @@ from vitpar.models.layers import LayeredModel
 from vitpar.recipe import read_recipe
 from vitpar.training.begin import opened_for
 from vitpar.weights.exporting import export_weights
-from vitpar.weights.folder import Weights, open_weights, parameter_shapes
+from vitpar.weights.folder import Weights, open_weights
 from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.importing import import_weights, model_section
 from vitpar.weights.onnx import export_onnx
@@ -59,7 +59,7 @@ def test_pickles_with_tied_tensors_compute_the_same(
     assert sum(tensor.nbytes for tensor in state.values()) > 1.5 * file.stat().st_size
     import_weights(tmp_path / "theirs", tmp_path / "ours")
     found = open_weights(tmp_path / "ours")
-    ours = filled(config, {key: found.read(key) for key in parameter_shapes(config, 100)}, torch.float64)
+    ours = filled(config, {key: found.read(key) for key in config.shapes}, torch.float64)
     x, sides, _ = sample(config, 3)
     valid = sides.get("decoder_attention_mask", sides["attention_mask"])
     with torch.no_grad():
@@ -82,7 +82,7 @@ def test_files_of_transformers_are_imported(name: str, tmp_path: Path) -> None:
     assert done.format == "transformers" and done.config == replace(config, init=type(config).init)
     found = open_weights(tmp_path / "ours")
     expected = converted(dict(theirs.named_parameters()), config)
-    assert expected.keys() == parameter_shapes(config, 100).keys()
+    assert expected.keys() == config.shapes.keys()
     assert all(torch.equal(found.read(key), tensor) for key, tensor in expected.items())
     recipe = read_recipe(tmp_path / "ours" / "recipe.toml", {"data.path": "none"})
     assert replace(recipe.config(10), name=config.name) == done.config
@@ -136,7 +136,7 @@ def test_older_files_of_bert_are_imported(tmp_path: Path) -> None:
     assert done.notes == ["the pooler, next-sentence prediction and second copies of shared tensors are left out"]
     import_weights(folder, tmp_path / "b")
     old, new = open_weights(tmp_path / "a"), open_weights(tmp_path / "b")
-    assert all(torch.equal(old.read(key), new.read(key)) for key in parameter_shapes(config, 100))
+    assert all(torch.equal(old.read(key), new.read(key)) for key in config.shapes)
 
 
 OLD = {"weight": "gamma", "bias": "beta"}

@@ -63,7 +63,7 @@ MUTATIONS = (
     Mutation(
         name="xavier-of-three-matrices",
         breaks="Queries, keys and values start as three matrices, not as the one that the scheme takes.",
-        file="src/vitpar/models/vit/initial.py",
+        file="src/vitpar/models/vit/layers.py",
         old="""        ("*.mlp.*.bias", normal(1e-6)),
         ("*.bias", constant(0.0)),
 """,

@@ -40,7 +40,7 @@ MUTATIONS = (
         name="tp-backward-sum",
         breaks="The gradient at the input of a column-parallel layer is not summed over the tensor-parallel ranks.",
         file="src/vitpar/parallel/linear.py",
-        old="        summing = start_all_reduce(_for_input(gradient, operands, fast), group)\n",
+        old="        summing = collective.start_all_reduce(_for_input(gradient, operands, fast), group)\n",
         new="        summing = _for_input(gradient, operands, fast)\n",
         caught_by="vitpar check --mesh tp2",
     ),

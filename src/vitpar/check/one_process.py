@@ -23,7 +23,7 @@ from vitpar.models.config import ModelConfig
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.parallel.attention import by_products
-from vitpar.parallel.float8 import FAST, compute_in_float8
+from vitpar.parallel.linear import compute_in_float8
 from vitpar.parallel.precision import resolve_precision
 from vitpar.recipe import Recipe
 from vitpar.tasks import Task
@@ -108,7 +108,7 @@ class OneProcess:
         if self._numbers.float8:
             for name, layer in model.layers().items():
                 if layer.description.is_block:
-                    compute_in_float8(name, layer, train.fp8_min_features, FAST[train.fp8_fast_accum])
+                    compute_in_float8(name, layer, train.fp8_min_features, train.fp8_fast_accum)
         initialise(model, train.seed, config)
         model.tie()
         return model

@@ -6,10 +6,9 @@ import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any
 
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import block_index, is_block
@@ -62,18 +61,6 @@ class KindEntry:
     """Tensor-parallel modes."""
 
 
-@dataclass(frozen=True)
-class OptionEntry:
-    """A field of a model's configuration that recipes may set."""
-
-    name: str
-    """Name of the field."""
-    value: Any
-    """Value in the model."""
-    effect: str
-    """Effect of the field; empty if its class does not say."""
-
-
 def published(part: str = "") -> list[ModelEntry]:
     """Return the models that have a published name.
 
@@ -124,23 +111,20 @@ def common_tp(config: ModelConfig) -> tuple[int, ...]:
     return tuple(divisors(math.gcd(*numbers))[1:]) if usable else ()
 
 
-def options(config: ModelConfig) -> list[OptionEntry]:
-    """Return the fields of a model's configuration that recipes may set."""
+def options(config: ModelConfig) -> dict[str, str]:
+    """Return the effects of the fields that recipes may set, by name; empty if their class does not say."""
     effects: dict[str, str] = {}
     for parent in reversed(type(config).__mro__):
         if issubclass(parent, ModelConfig):
             effects |= _docstrings(parent)
     names = [field.name for field in fields(config) if field.name not in FIXED]  # type: ignore[arg-type]
-    return [OptionEntry(name, getattr(config, name), effects.get(name, "")) for name in names]
+    return {name: effects.get(name, "") for name in names}
 
 
-def _ranges(names: Iterable[str]) -> str:
+def _ranges(names: Collection[str]) -> str:
     """Return names of layers, those of blocks as ranges: `embed`, `blocks.0-3,5`."""
-    blocks, others, parts = [], [], list[list[int]]()
-    for name in names:
-        blocks += [block_index(name)] if is_block(name) else []
-        others += [] if is_block(name) else [name]
-    for index in blocks:
+    others, parts = [name for name in names if not is_block(name)], list[list[int]]()
+    for index in (block_index(name) for name in names if is_block(name)):
         if parts and parts[-1][-1] + 1 == index:
             parts[-1].append(index)
         else:

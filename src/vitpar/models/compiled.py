@@ -23,10 +23,7 @@ def trains_compiled() -> bool:
 
 
 def is_plain(linear: nn.Linear) -> bool:
-    """Return whether `linear` has a bias and multiplies as torch does: complete weights, not in float8, no adapter.
-
-    Tensor parallelism and float8 give a module a forward of its own.
-    """
+    """Return whether `linear` has a bias and torch's own forward: no adapter, not in float8, not split by a plan."""
     return linear.bias is not None and "forward" not in linear.__dict__ and not hasattr(linear, "lora_A")
 
 
@@ -39,7 +36,7 @@ def is_whole(linear: nn.Linear) -> bool:
 
 def multiply(linear: nn.Linear, x: Tensor, bias: Tensor) -> Tensor:
     """Return what `linear`, which `is_whole`, gives for `x` with another bias."""
-    # Precision fp8 gives a module a function of its own (vitpar.parallel.float8).
+    # Precision fp8 gives a module a function of its own (vitpar.parallel.linear).
     return linear.__dict__.get("multiply", F.linear)(x, linear.weight, bias)
 
 
@@ -91,8 +88,13 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-class _SumBySample(torch.autograd.Function):
-    """Linear layer whose gradient of the bias is summed over the tokens of each sample first, then over samples."""
+class LinearBySample(torch.autograd.Function):
+    """Linear layer whose gradient of the bias is summed over the tokens of each sample first, then over samples.
+
+    That is in the kernel that computes the output's gradient, which needs sums over parts of the tokens.
+
+    x: [batch, tokens, in] -> [batch, tokens, out].
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -106,16 +108,6 @@ class _SumBySample(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             for_bias = gradient.sum(1, dtype=wide(gradient)).sum(0).to(gradient.dtype)
         return for_x, for_weight, for_bias
-
-
-def linear_by_sample(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return ``linear(x, weight, bias)``, with sums for the bias in the kernel that computes the output's gradient.
-
-    Such a kernel needs sums over parts of the tokens: here they are samples.
-
-    x: [batch, tokens, in] -> [batch, tokens, out].
-    """
-    return _SumBySample.apply(x, weight, bias)
 
 
 class _Heads(torch.autograd.Function):
@@ -183,16 +175,14 @@ def sum_bias_of_branch(x: Tensor, bias: Tensor, scale: Tensor | None = None) -> 
     return _BiasOfBranch.apply(x, bias, scale)
 
 
+# One operation that writes into its first argument: torch.addmm would copy it into its output first.
+@library.custom_op("vitpar::add_product_", mutates_args=("total",))
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add ``a @ b`` to `total`."""
     total.addmm_(a, b)
 
 
-# One operation that writes into its first argument: torch.addmm would copy it into its output first.
-_opaque_add_product = library.custom_op("vitpar::add_product_", mutates_args=("total",))(_add_product)
-
-
-@_opaque_add_product.register_fake
+@_add_product.register_fake
 def _(total: Tensor, a: Tensor, b: Tensor) -> None:
     pass
 
@@ -202,7 +192,7 @@ class _AddLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor, scale: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, hidden, weight, scale)
         total = (x + (bias if scale is None else bias * scale)).to(x.dtype).view(-1, x.shape[-1])
-        _opaque_add_product(total, hidden.flatten(0, 1), weight.t())
+        _add_product(total, hidden.flatten(0, 1), weight.t())
         return total.view(x.shape)
 
     @staticmethod

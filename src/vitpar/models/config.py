@@ -1,7 +1,7 @@
 """Base of the configurations of models.
 
-A family is a folder with a configuration class (config), the classes of its layers (layers) and rules of initial values
-(initial).
+A family is a folder with a configuration class (config), and its layers with the rules of their initial values
+(layers).
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
-from vitpar.limits import MAX_BLOCKS, MAX_CHANNELS, MAX_CLASSES, MAX_IMAGE_SIZE, MAX_TOKENS, MAX_WIDTH
 from vitpar.models.description import (
+    Adapted,
     ExtraPasses,
     InputSpec,
     LayerDescription,
+    MadeTensor,
     SideInput,
+    block_index,
     block_name,
     is_block,
     layer_of,
+    parameter_holders,
 )
-from vitpar.models.shared import parameter_holders
-from vitpar.text import nearest, short_repr, shown
+from vitpar.text import short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from vitpar.models.rows import Adapted, MadeTensor
 
 Rule = Callable[..., "Tensor"]
 """Uniform numbers in (-1, 1), float64; the parameter's shape; the model -> as many values. May change the numbers.
@@ -44,31 +45,6 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 """Activations that multiply half of the features by a function of the other half (arXiv 2002.05202)."""
 IGNORED = -1
 """Label of a sample that counts for nothing: padding, or an image that could not be read."""
-LARGEST = {
-    "patch_size": MAX_IMAGE_SIZE,
-    "embed_dim": MAX_WIDTH,
-    "depth": MAX_BLOCKS,
-    "num_heads": MAX_WIDTH,
-    "mlp_hidden_dim": MAX_WIDTH,
-    "image_size": MAX_IMAGE_SIZE,
-    "num_classes": MAX_CLASSES,
-    "channels": MAX_CHANNELS,
-    "representation_size": MAX_WIDTH,
-    "window_size": MAX_IMAGE_SIZE,
-    "vocab_size": MAX_CLASSES,
-    "tokens": MAX_TOKENS,
-    "positions": MAX_TOKENS,
-    "token_types": MAX_CLASSES,
-    "decoder_depth": MAX_BLOCKS,
-    "decoder_embed_dim": MAX_WIDTH,
-    "decoder_num_heads": MAX_WIDTH,
-    "decoder_mlp_hidden_dim": MAX_WIDTH,
-    "decoder_tokens": MAX_TOKENS,
-    "head_dim": MAX_WIDTH,
-    "num_buckets": MAX_WIDTH,
-    "max_distance": MAX_TOKENS,
-}
-"""Largest value of a field, in any family that has it."""
 
 
 class ModelConfig:
@@ -84,6 +60,8 @@ class ModelConfig:
     """Name of the task that the recipe of imported weights has."""
     CALIBRATED: ClassVar[bool] = False
     """Whether estimated speeds of the family were compared with runs of vitpar, which narrows their error band."""
+    NEEDED: ClassVar[tuple[str, ...]] = ()
+    """Options that a model needs whose name stands for no fields, such as ``vit_custom``."""
 
     name: str
     """Name of the model; only messages use it."""
@@ -98,17 +76,27 @@ class ModelConfig:
         return short_repr(self)
 
     @classmethod
+    def fields_of(cls, name: str) -> Mapping[str, Any] | None:
+        """Return the fields that a name stands for; None for one that no model of the family has."""
+        return None
+
+    @classmethod
     def knows(cls, name: str) -> bool:
         """Return whether `name` is that of a model of this family."""
-        return False
+        return name == f"{cls.FAMILY}_custom" or cls.fields_of(name) is not None
+
+    @classmethod
+    def completed(cls, known: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a model by those that its name stands for, if any, and the user's options."""
+        return {**known, **options}
 
     @classmethod
     def named(cls, name: str, options: Mapping[str, Any]) -> Self:
-        """Return the model called `name`, which the family knows, with `options` replacing its fields.
-
-        Raises ModelError for options that contradict each other.
-        """
-        raise NotImplementedError
+        """Return the model called `name` with `options` replacing its fields. Raises ModelError if they do not fit."""
+        known = cls.fields_of(name)
+        if known is None and (missing := {*cls.NEEDED} - options.keys()):
+            raise ModelError(f"{name} needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}")
+        return cls(**{"name": name, **cls.completed(known or {}, options)})
 
     @classmethod
     def published(cls) -> tuple[str, ...]:
@@ -134,12 +122,16 @@ class ModelConfig:
 
     def build_layer(self, name: str) -> nn.Module:
         """Return the layer called `name`, a ``vitpar.models.layers.Layer`` with parameters that are not filled."""
-        layer: nn.Module = late_module(f"vitpar.models.{self.FAMILY}.layers").build_layer(self, name)
-        return layer
+        layers = late_module(f"vitpar.models.{self.FAMILY}.layers")
+        if is_block(name):
+            block: nn.Module = layers.build_block(self, block_index(name))
+            return block
+        end: nn.Module = (layers.Embed if name == "embed" else layers.Head)(self)
+        return end
 
     def initial_rules(self) -> Rules:
         """Return the rules of the parameters' initial values."""
-        rules: Rules = late_module(f"vitpar.models.{self.FAMILY}.initial").SCHEMES[self.init]  # type: ignore[attr-defined]
+        rules: Rules = late_module(f"vitpar.models.{self.FAMILY}.layers").SCHEMES[self.init]  # type: ignore[attr-defined]
         return rules
 
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses | None:
@@ -195,10 +187,7 @@ class ModelConfig:
 
     @property
     def pretrained(self) -> tuple[ModelConfig, Mapping[str, MadeTensor]] | None:
-        """Return the model that pretraining this one is for, and how its parameters are made; None for this one.
-
-        The parameters are by name, without those of a classifier.
-        """
+        """Return the model that this one is pretraining for, and its parameters without classifier; or None."""
         return None
 
     def adapted(self, there: ModelConfig) -> Adapted | None:
@@ -221,7 +210,7 @@ class ModelConfig:
     @property
     def stochastic(self) -> bool:
         """Return whether training draws random numbers inside the model."""
-        return False
+        return getattr(self, "drop_path", 0.0) > 0 or getattr(self, "dropout", 0.0) > 0
 
     @property
     def large(self) -> bool:
@@ -266,10 +255,7 @@ class ModelConfig:
 
     @cached_property
     def holders(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of each shared parameter and each table in the layers, the owner's first, by that name.
-
-        Raises ModelError if `shared` does not fit the layers.
-        """
+        """Return the names of each shared parameter and table by its owner. Raises ModelError for a wrong `shared`."""
         return parameter_holders(self.layers, self.shared, self.name)
 
     @cached_property
@@ -283,10 +269,19 @@ class ModelConfig:
             for name in part.parameters
         )
 
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter by name; of shared ones, the owner's."""
+        return {
+            f"{layer.name}.{name}": shape
+            for layer in self.layers.values()
+            for name, shape in layer.parameters.items()
+            if f"{layer.name}.{name}" not in self.shared
+        }
+
     def shape(self, parameter: str) -> tuple[int, ...]:
         """Return the shape of a parameter by its name."""
-        layer = layer_of(parameter)
-        return self.layers[layer].parameters[parameter.removeprefix(f"{layer}.")]
+        return self.shapes[self.owner(parameter)]
 
     def owner(self, parameter: str) -> str:
         """Return the name of the parameter that `parameter` is a copy of, or `parameter` if it is none."""
@@ -335,17 +330,11 @@ class ModelConfig:
         return len(self.layers) - 1 - self.layer_names.index(layer)
 
     def rate_part(self, parameter: str) -> str:
-        """Return the part of the model, by name, whose learning rate a task may change during a run.
-
-        parameter: its name.
-        """
+        """Return the part of the model whose learning rate a task may change, by the name of a parameter."""
         return ""
 
     def clip_part(self, parameter: str) -> str:
-        """Return the part of the model, by name, whose gradients ``train.clip_by_part`` clips by their norm.
-
-        parameter: its name.
-        """
+        """Return the part of the model whose gradients ``train.clip_by_part`` clips, by a parameter's name."""
         return ""
 
     @cached_property
@@ -390,42 +379,6 @@ class ModelConfig:
 def late_module(name: str) -> Any:
     """Return a module that imports torch and this one, which configurations do without until a layer is needed."""
     return importlib.import_module(name)
-
-
-def check_ranges(config: ModelConfig, known: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise ModelError if a number of `config` is out of the range of LARGEST, or a word is unknown.
-
-    known: words by field.
-    """
-    name = shown(config.name)
-    checked = field_names(type(config)) | {"depth"}  # Swin's is computed
-    for field, most in LARGEST.items():
-        given = getattr(config, field, None) if field in checked else None
-        for number in given if isinstance(given, tuple) else (given,):
-            if number is not None and not 1 <= number <= most:
-                raise ModelError(f"{field} of {name} is {shown(number)}: it must be from 1 to {most:,}")
-    if (patch := getattr(config, "patch_size", None)) and config.image_size % patch:
-        near = max(1, round(config.image_size / patch)) * patch
-        raise ModelError(
-            f"patches of {patch} pixels do not tile images of {config.image_size} for {name}: "
-            f"use an image size of {near} or another patch size"
-        )
-    for field, words in known.items():
-        if (value := getattr(config, field)) not in words:
-            raise ModelError(
-                f"unknown {field} '{shown(value)}' of {name}{nearest(value, words)}: use {' or '.join(words)}"
-            )
-    if not 0.0 < (eps := getattr(config, "norm_eps", 1.0)) <= 1.0:
-        raise ModelError(f"norm_eps of {name} is {shown(eps)}: it must be above 0 and at most 1")
-    for field in ("drop_path", "dropout"):
-        if not 0.0 <= (rate := getattr(config, field, 0.0)) < 1.0:
-            raise ModelError(f"{field} of {name} is {shown(rate)}: it must be at least 0 and below 1")
-
-
-def check_tokens(config: ModelConfig, tokens: int, fix: str) -> None:
-    """Raise ModelError if `tokens` of an image are too many. fix: what to do about it."""
-    if tokens > MAX_TOKENS:
-        raise ModelError(f"images of {config.name} have {shown(tokens)} tokens, above {MAX_TOKENS:,}: {fix}")
 
 
 def field_names(config: type[ModelConfig]) -> frozenset[str]:

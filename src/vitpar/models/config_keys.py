@@ -57,7 +57,10 @@ TRANSFORMERS = (
     *numbers(intermediate_size="mlp_hidden_dim", layer_norm_eps="norm_eps"),
 )
 """Settings of most models of transformers."""
-TRANSFORMERS_IMAGES = numbers(image_size="image_size", patch_size="patch_size", num_channels="channels")
+TRANSFORMERS_IMAGES = (
+    *TRANSFORMERS,
+    *numbers(image_size="image_size", patch_size="patch_size", num_channels="channels"),
+)
 """Settings of its models of images."""
 TIMM = (
     *numbers(img_size="image_size", patch_size="patch_size", in_chans="channels"),

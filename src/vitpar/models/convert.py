@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ from torch import Tensor
 from vitpar.errors import DataError, ModelError
 from vitpar.limits import MAX_MEASURE
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import MadeTensor, layer_of
 from vitpar.models.families import model_config
-from vitpar.models.rows import Found, Library, MadeTensor, Row, Shapes, filled, find, only_read, pattern_of
+from vitpar.models.rows import Found, Library, Row, Shapes, filled, find, only_read, pattern_of
 
 
 @dataclass(frozen=True)
@@ -67,32 +68,43 @@ class Sizes:
         return {"patch_size": self(name, 3) or 1, "channels": channels}
 
 
-@dataclass(frozen=True)
 class Conversion:
-    """Conversions of a family from and to other libraries."""
+    """Conversions of a family from and to other libraries. Each family has a subclass."""
 
-    family: type[ModelConfig]
+    family: ClassVar[type[ModelConfig]]
     """Class of its configurations."""
-    title: str
+    title: ClassVar[str]
     """The family for messages, such as "a BERT"."""
-    libraries: Mapping[str, Library]
+    libraries: ClassVar[Mapping[str, Library]]
     """Libraries by the name of the format."""
-    visible: Callable[[Sizes, Found, Mapping[str, Any]], Mapping[str, Any]]
-    """Function from the tensors, and the fields that name and config.json give, to fields of the configuration."""
-    export: Callable[[Any, str], Exported]
-    """Function from a configuration and a format to the exported model. Raises DataError for what no model has."""
-    read: Callable[[Mapping[str, Any]], dict[str, Any]]
-    """Function from the library's config.json to fields. Raises DataError for what vitpar cannot compute."""
-    compared: tuple[str, ...]
+    compared: ClassVar[tuple[str, ...]]
     """Fields in which tensors may not differ from the model that the user names."""
-    writes: tuple[str, ...] = ("transformers",)
+    writes: ClassVar[tuple[str, ...]] = ("transformers",)
     """Formats that models can be exported to."""
-    layers: Callable[[Any], Mapping[str, str]] = lambda config: {}
-    """Function from a configuration to the names of layers by those in rows, where the two differ."""
-    complete: Callable[[Found], Found] = lambda found: found
-    """Function that changes what the names alone give."""
-    special: Callable[[Found, Any], tuple[Row, ...]] = lambda found, config: found.links
-    """Function from tensors and the inferred configuration to links, where rows cannot say how tensors differ."""
+
+    def visible(self, size: Sizes, found: Found, known: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return fields of the configuration by the tensors, and by the fields that name and config.json give."""
+        raise NotImplementedError
+
+    def export(self, config: Any, format_name: str) -> Exported:
+        """Return the exported model. Raises DataError for what no model has."""
+        raise NotImplementedError
+
+    def read(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        """Return fields by the library's config.json. Raises DataError for what vitpar cannot compute."""
+        raise NotImplementedError
+
+    def layers(self, config: Any) -> Mapping[str, str]:
+        """Return the names of layers by those in rows, where the two differ."""
+        return {}
+
+    def complete(self, found: Found) -> Found:
+        """Return `found` with changes to what the names alone give."""
+        return found
+
+    def special(self, found: Found, config: Any) -> tuple[Row, ...]:
+        """Return links by tensors and the inferred configuration, where rows cannot say how tensors differ."""
+        return found.links
 
     def renamed(self, shapes: Shapes) -> Found | None:
         """Recognise the library of foreign tensors and map their names; None for another family's tensors."""
@@ -136,7 +148,8 @@ class Conversion:
         layers, made = self.layers(config), dict[str, MadeTensor]()
         for link in self.special(found, config):
             for number, name in enumerate(link.ours):
-                made[_placed(name, layers)] = MadeTensor(link.theirs, _packed(config, link, number))
+                packed = _part(link.packing.pack, config, len(link.ours) > 1, number)
+                made[_placed(name, layers)] = MadeTensor(link.theirs, packed)
         return made
 
     def exported(self, config: ModelConfig, format_name: str) -> Exported:
@@ -164,10 +177,17 @@ def _placed(name: str, layers: Mapping[str, str]) -> str:
     return layers[start] + name.removeprefix(start) if start else name
 
 
-def _packed(config: Any, link: Row, number: int) -> Callable[..., Tensor]:
+def _part(convert: Callable[..., Any], config: Any, several: bool, number: int) -> Callable[..., Tensor]:
+    """Return the function from tensors to number `number` of those that a side of a packing makes of them.
+
+    several: whether it makes several, by names of their own.
+    """
+
     def make(*tensors: Tensor) -> Tensor:
-        made = link.packing.pack(config, *tensors)
-        return made if len(link.ours) == 1 else made[number]
+        made = convert(config, *tensors)
+        if isinstance(made, Tensor):
+            return made
+        return made[number] if several else torch.cat(made)
 
     return make
 
@@ -178,10 +198,9 @@ def _written(config: Any, rows: Iterable[Row], layers: Mapping[str, str], every:
     for in_rows, layer in layers.items():
         places.setdefault(layer, []).append(in_rows)
     names = dict[str, str]()
-    for layer in config.layers.values():
-        for parameter in layer.parameters:
-            if (ours := f"{layer.name}.{parameter}") not in config.shared:
-                names |= {f"{place}.{parameter}": ours for place in places.get(layer.name, [layer.name])}
+    for ours in config.shapes:
+        layer = layer_of(ours)
+        names |= {f"{place}{ours.removeprefix(layer)}": ours for place in places.get(layer, [layer])}
     made, used = dict[str, MadeTensor](), set[str]()
     for one in rows:
         if one.packing.unpack is only_read or not (every or one.written(config)):
@@ -192,25 +211,10 @@ def _written(config: Any, rows: Iterable[Row], layers: Mapping[str, str], every:
             if all(given) and (every or used.isdisjoint(given)):
                 theirs = filled(one.theirs, match.groups())
                 for number, name in enumerate(theirs):
-                    made[name] = MadeTensor(tuple(given), _unpacked(config, one, number))
+                    unpacked = _part(one.packing.unpack, config, len(theirs) > 1, number)
+                    made[name] = MadeTensor(tuple(given), unpacked)
                 used |= {*given}
     return made
-
-
-def _unpacked(config: Any, one: Row, number: int) -> Callable[..., Tensor]:
-    def make(*tensors: Tensor) -> Tensor:
-        made = one.packing.unpack(config, *tensors)
-        if isinstance(made, Tensor):
-            return made
-        return made[number] if len(one.theirs) > 1 else torch.cat(made)
-
-    return make
-
-
-def parameters_of(config: ModelConfig) -> set[str]:
-    """Return the names of a model's parameters; of shared ones, the owner's."""
-    names = {f"{layer.name}.{name}" for layer in config.layers.values() for name in layer.parameters}
-    return names - config.shared.keys()
 
 
 def shapes_of(place: object, made: Mapping[str, MadeTensor], shapes: Shapes) -> dict[str, tuple[int, ...]]:
@@ -250,13 +254,12 @@ def _typed(family: type[ModelConfig], said: Mapping[str, Any]) -> dict[str, Any]
 def refuse_other_fields(place: object, named: ModelConfig, found: ModelConfig, compared: Collection[str]) -> None:
     """Raise DataError if a field of the model that was named differs from that of the tensors."""
     for name in compared:
-        there, wanted = (_listed(getattr(config, name)) for config in (found, named))
+        values = [getattr(config, name) for config in (found, named)]
+        there, wanted = (
+            ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value) for value in values
+        )
         if there != wanted:
             raise DataError(
                 f"'{place}' is not a {named.name}: its {name} is {there} instead of {wanted}: name another model, or "
                 "omit --model"
             )
-
-
-def _listed(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitpar.models.config import ModelConfig, Rule, Rules
-from vitpar.models.description import InputSpec, LayerDescription, SideInput, backwards, block_index, block_name
+from vitpar.models.description import Backward, LayerDescription, block_index, block_name
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def of_whole(name: str) -> Any:
+    """Return the property, or the method, that is that of the other model."""
+    return property(lambda model: getattr(model.whole, name))
 
 
 @dataclass(frozen=True)
@@ -23,55 +28,24 @@ class Derived(ModelConfig):
     whole: ModelConfig
     """The other model."""
 
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        return self.whole.name
-
-    @property
-    def image_size(self) -> int:  # type: ignore[override]
-        return self.whole.image_size
-
-    @property
-    def channels(self) -> int:  # type: ignore[override]
-        return self.whole.channels
-
-    @property
-    def num_classes(self) -> int:  # type: ignore[override]
-        return self.whole.num_classes
-
-    @property
-    def input(self) -> InputSpec:
-        return self.whole.input
-
-    @property
-    def output_shape(self) -> tuple[int, ...]:
-        return self.whole.output_shape
-
-    @property
-    def side_inputs(self) -> Mapping[str, SideInput]:
-        return self.whole.side_inputs
-
-    @property
-    def shared(self) -> Mapping[str, str]:
-        return self.whole.shared
-
-    @property
-    def stochastic(self) -> bool:
-        return self.whole.stochastic
-
-    @property
-    def num_blocks(self) -> int:
-        return self.whole.num_blocks
-
-    def build_layer(self, name: str) -> nn.Module:
-        return self.whole.build_layer(name)
+    name = of_whole("name")
+    image_size = of_whole("image_size")
+    channels = of_whole("channels")
+    num_classes = of_whole("num_classes")
+    input = of_whole("input")
+    output_shape = of_whole("output_shape")
+    side_inputs = of_whole("side_inputs")
+    shared = of_whole("shared")
+    stochastic = of_whole("stochastic")
+    num_blocks = of_whole("num_blocks")
+    build_layer = of_whole("build_layer")
 
     def initial_rules(self) -> Rules:
         # Rules read fields of the family's configuration, which this one does not have.
-        def of_whole(rule: Rule) -> Rule:
+        def for_whole(rule: Rule) -> Rule:
             return functools.wraps(rule)(lambda v, shape, _, *place: rule(v, shape, self.whole, *place))
 
-        return tuple((pattern, of_whole(rule)) for pattern, rule in self.whole.initial_rules())
+        return tuple((pattern, for_whole(rule)) for pattern, rule in self.whole.initial_rules())
 
 
 @dataclass(frozen=True)
@@ -119,26 +93,21 @@ class PartlyFrozen(Derived):
     """Names of the parameters that are not trained."""
 
     def describe(self) -> tuple[LayerDescription, ...]:
-        parts = {
-            name: frozenset(one for one in layer.parameters if f"{name}.{one}" in self.frozen)
-            for name, layer in self.whole.layers.items()
-        }
-        computed = backwards(self.whole.layer_names, frozen_layers(self.whole, self.frozen))
-        gradients, named = [], []
+        # Backward ends at the lowest trained layer, whose input needs no gradient.
+        reached, made, named = False, list[LayerDescription](), []
         for name, layer in self.whole.layers.items():
-            backward, kind = computed[name], layer.kind
-            if backward == "weights" and layer.first:
-                backward = "all"  # the input of the first layer has no gradient in any training
+            frozen, kind = frozenset(one for one in layer.parameters if f"{name}.{one}" in self.frozen), layer.kind
+            backward: Backward = "inputs" if reached else "nothing"
+            if len(frozen) < len(layer.parameters):
+                backward = "all" if reached or layer.first else "weights"  # the first layer's input never has one
+                reached = True
             if backward != "all":
                 kind = f"{kind}, backward {backward}"
-            if parts[name] and len(parts[name]) < len(layer.parameters):
-                kind = f"{kind}, {len(parts[name])} of {len(layer.parameters)} parameters frozen"
-            gradients.append(backward)
-            named.append((kind, parts[name]))
-        return tuple(
-            dataclasses.replace(layer, kind=kind, backward=backward, frozen=parts[layer.name])
-            for layer, kind, backward in zip(self.whole.layers.values(), kind_names(named), gradients, strict=True)
-        )
+            if 0 < len(frozen) < len(layer.parameters):
+                kind = f"{kind}, {len(frozen)} of {len(layer.parameters)} parameters frozen"
+            made.append(dataclasses.replace(layer, backward=backward, frozen=frozen))
+            named.append((kind, frozen))
+        return tuple(dataclasses.replace(layer, kind=kind) for layer, kind in zip(made, kind_names(named), strict=True))
 
     @property
     def layer_flops(self) -> dict[str, int]:
@@ -161,18 +130,6 @@ def kind_names(kinds: Iterable[tuple[str, Hashable]]) -> list[str]:
         number = variants.index(variant)
         names.append(f"{kind} ({number + 1})" if number else kind)
     return names
-
-
-def frozen_layers(config: ModelConfig, frozen: Collection[str]) -> frozenset[str]:
-    """Return the names of the layers without a trained parameter.
-
-    frozen: names of the parameters that are not trained.
-    """
-    return frozenset(
-        name
-        for name, layer in config.layers.items()
-        if frozen and all(f"{name}.{one}" in frozen for one in layer.parameters)
-    )
 
 
 def with_frozen(config: ModelConfig, frozen: frozenset[str]) -> ModelConfig:

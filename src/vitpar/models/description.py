@@ -8,9 +8,15 @@ special about a layer is a property of its description (`LayerDescription.first`
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+from vitpar.errors import ModelError
+from vitpar.text import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Backward = Literal["all", "weights", "inputs", "nothing"]
 """Gradients that a layer's backward computes: of weights and input, or only of one of them."""
@@ -20,6 +26,8 @@ ADAPTERS = (".lora_A", ".lora_B")
 """Ends of the names of an adapter's linear layers, behind that of the layer that they adapt."""
 MODES = ("1d", "sp", "2d", "2.5d", "3d")
 """Tensor-parallel modes; 1d with sequence parallelism counts as one of its own."""
+MOST_OF_A_TABLE = 2**18
+"""Elements of a table at most, 1 MiB in float32: every rank keeps all of it."""
 
 
 @dataclass(frozen=True)
@@ -107,24 +115,6 @@ class Part:
         return 2 * self.tokens * math.prod(self.product) if self.product else 0
 
 
-def linear(
-    name: str, role: str, takes: int, gives: int, tokens: int, *, bias: bool = True, stacked: tuple[int, ...] = ()
-) -> Part:
-    """Return the description of a linear layer."""
-    shapes: dict[str, tuple[int, ...]] = {"weight": (gives, takes)}
-    return Part(name, role, shapes | ({"bias": (gives,)} if bias else {}), tokens, stacked=stacked)
-
-
-def norm(name: str, width: int, tokens: int, role: str = "norm", *, bias: bool = True) -> Part:
-    """Return the description of a LayerNorm, or without bias of an RMSNorm."""
-    return Part(name, role, {"weight": (width,)} | ({"bias": (width,)} if bias else {}), tokens)
-
-
-def parameter(name: str, role: str, *shape: int) -> Part:
-    """Return the description of a parameter that belongs to no module."""
-    return Part(name, role, {"": shape})
-
-
 @dataclass(frozen=True)
 class AttentionShape:
     """Shape of a layer's attention for one sample."""
@@ -152,14 +142,9 @@ PassTable = tuple[tuple[bool, float, float], ...]
 """Rows of (whether it applies, additional passes in forward, in backward)."""
 
 
-@dataclass(frozen=True)
-class ExtraPasses:
-    """Reads and writes of a compiled block beyond those of common code, in passes over tokens x features."""
-
-    stream: PassTable = ()
-    """Differences around the residual stream."""
-    heads: PassTable = ()
-    """Differences between the product for queries, keys and values, and attention."""
+ExtraPasses = tuple[PassTable, PassTable]
+"""Reads and writes of a compiled block beyond those of common code, in passes over tokens x features: around the
+residual stream, and between the product for queries, keys and values, and attention."""
 
 
 @dataclass(frozen=True)
@@ -257,23 +242,78 @@ class LayerDescription:
         return 2 * products + self.weight_flops + 3 * (attention + self.other_flops)
 
 
-def backwards(layers: Sequence[str], frozen: Collection[str]) -> dict[str, Backward]:
-    """Return the gradients that the backward of each layer computes, by name.
+@dataclass(frozen=True)
+class MadeTensor:
+    """Tensor of one model that is made of tensors of another."""
 
-    layers: names of all layers, in order.
-    frozen: names of those that are not trained.
+    names: tuple[str, ...]
+    """Names of the other model's tensors."""
+    make: Callable[..., Tensor] = lambda tensor: tensor
+    """Function from these, in the order of `names`, to the tensor."""
 
-    Backward ends at the lowest trained layer, whose input needs no gradient.
+
+@dataclass(frozen=True)
+class Adapted:
+    """Weights of another configuration, for a model to begin its training with."""
+
+    config: Any
+    """Configuration (``ModelConfig``) that the tensors are of."""
+    tensors: Mapping[str, MadeTensor]
+    """How parameters are made of the weights', by name; others are the same."""
+    change: str
+    """The difference, for the user."""
+    kept: tuple[str, ...] = ()
+    """Parameters that keep their initial values."""
+
+
+def parameter_holders(
+    layers: Mapping[str, LayerDescription], shared: Mapping[str, str], model: str
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of each shared parameter and each table in the layers, the owner's first, by that name.
+
+    layers: those of the model called `model`, in order.
+    shared: owners by the names of their copies (``ModelConfig.shared``).
+
+    Raises ModelError for names that do not exist, an owner behind its copy, and copies of another shape or role.
     """
-    gradients: dict[str, Backward] = {}
-    reached = False  # whether a trained layer is below
-    for name in layers:
-        if name in frozen:
-            gradients[name] = "inputs" if reached else "nothing"
-        else:
-            gradients[name] = "all" if reached else "weights"
-            reached = True
-    return gradients
+
+    def words(part: Part, shape: tuple[int, ...]) -> str:
+        return f"{'a table' if part.role == 'table' else 'a parameter'} of shape {list(shape)}"
+
+    parts = {
+        f"{layer.name}.{name}": (number, part, shape)
+        for number, layer in enumerate(layers.values())
+        for part in layer.parts
+        for name, shape in part.parameters.items()
+    }
+    holders: dict[str, list[str]] = {
+        name: [name]
+        for name, (_, part, _) in parts.items()
+        if name in shared.values() or (name not in shared and part.role == "table")
+    }
+    for copy, owner in shared.items():
+        for name in (copy, owner):
+            if name not in parts:
+                raise ModelError(f"{model} shares '{shown(name)}', which no layer has: correct the name")
+        if owner in shared:
+            raise ModelError(f"{model} shares {owner}, which is a copy itself: name the owner {shared[owner]}")
+        (behind, mine, shape), (before, theirs, whole) = parts[copy], parts[owner]
+        if before >= behind:
+            raise ModelError(f"{copy} of {model} is a copy of {owner}, which comes later: let the first layer own it")
+        if shape != whole or (mine.role == "table") != (theirs.role == "table"):
+            raise ModelError(
+                f"{copy} of {model} is {words(mine, shape)}, but its owner {owner} is {words(theirs, whole)}: "
+                "make them alike"
+            )
+        holders[owner].append(copy)
+    for name in holders:
+        _, part, shape = parts[name]
+        if part.role == "table" and math.prod(shape) > MOST_OF_A_TABLE:
+            raise ModelError(
+                f"{name} of {model} has {math.prod(shape):,} elements, and every rank keeps all of a table: give it "
+                f"another role, or at most {MOST_OF_A_TABLE:,}"
+            )
+    return {name: tuple(names) for name, names in holders.items()}
 
 
 def block_name(index: int) -> str:

@@ -87,6 +87,8 @@ def config_from_json(said: Mapping[str, Any]) -> ModelConfig:
     """
     from pydantic import TypeAdapter, ValidationError
 
+    from vitpar.records import first_wrong
+
     fields = dict(said)
     if (adapters := fields.pop(_ADAPTERS, None)) is not None:
         return _with_adapters(config_from_json(fields), adapters)
@@ -108,11 +110,7 @@ def config_from_json(said: Mapping[str, Any]) -> ModelConfig:
     try:
         return TypeAdapter(family).validate_json(json.dumps(fields), strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        if first["type"] == "value_error":  # a sentence of ours
-            raise ModelError(str(first["ctx"]["error"])) from None
-        place = ".".join(map(str, first["loc"]))
-        raise ModelError(f"{place}{': ' * bool(place)}{shown(first['msg'])}") from None
+        raise ModelError(first_wrong(error)) from None
 
 
 def _with_adapters(config: ModelConfig, said: object) -> LoRA:

@@ -61,14 +61,10 @@ def patch_convolution(v: Tensor, shape: torch.Size, c: Any) -> Tensor:
     return v.div_(math.sqrt(c.channels * c.patch_size**2))
 
 
-def _factors_or_matrix(v: Tensor, shape: torch.Size, c: Any) -> Tensor:
-    """Ones for the factors of a norm, which have one dimension; normal numbers for anything else."""
-    return torch.ones_like(v) if len(shape) == 1 else normal(0.02)(v, shape, c)
-
-
 PLAIN: Rules = (
     ("*.bias", constant(0.0)),
-    ("*.weight", _factors_or_matrix),
+    # Ones for the factors of a norm, which have one dimension.
+    ("*.weight", lambda v, shape, c: torch.ones_like(v) if len(shape) == 1 else normal(0.02)(v, shape, c)),
     ("*", normal(0.02)),
 )
 """The rules of a model whose family has none of its own."""

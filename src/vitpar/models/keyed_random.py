@@ -55,11 +55,7 @@ def keyed_uniform(keys: Tensor, shape: Sequence[int], first: int = 0) -> Tensor:
 
 
 def at_place(keys: Tensor, place: Tensor) -> Tensor:
-    """Return the keys for one use of randomness in the model; different places give unrelated numbers.
-
-    keys: int64 [batch], keys of the samples.
-    place: int64, 0-dim, number of the use.
-    """
+    """Return `keys`, int64 [batch], for one use of randomness in the model, which has the number `place` (0-dim)."""
     return keys + place * _GOLDEN
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from vitpar.models.compiled import kept, linear_by_sample, trains_compiled
+from vitpar.models.compiled import LinearBySample, kept, trains_compiled
 from vitpar.models.config import GATED, ModelConfig
 from vitpar.models.description import MODES, LayerDescription, SideInput
 from vitpar.models.keyed_random import at_place, drop, keeps_sample
@@ -46,7 +46,7 @@ class Layer(nn.Module):
     description: LayerDescription
     """Description of the layer, set by the model that holds it."""
     TENSOR_PARALLEL: ClassVar[Mapping[str, str | ParallelStyle]] = {}
-    """Roles of modules and parameters by name, or what stands for roles (``vitpar.models.role_names``).
+    """Roles of modules and parameters by name, or what stands for roles (``vitpar.models.roles``).
 
     Modules inside a layer can have roles of their own parts, and what else no run shows (``vitpar.models.trace``)."""
     TENSOR_MODES: ClassVar[tuple[str, ...]] = ("1d", "sp")
@@ -144,7 +144,7 @@ class BeforeActivation(StackedLinear):
         """x: [batch, tokens, features] -> [batch, tokens, features]."""
         if x.dim() != 3 or self.bias is None or not trains_compiled():
             return super().forward(x)
-        return linear_by_sample(x, self.weight, self.bias)
+        return LinearBySample.apply(x, self.weight, self.bias)
 
 
 class MLP(nn.Module):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_MEASURE, MAX_WIDTH
 from vitpar.models.config import ModelConfig, Rules, late_module
-from vitpar.models.derived import Derived, kind_names
-from vitpar.models.description import ADAPTERS, ExtraPasses, LayerDescription, Part, layer_of, linear
+from vitpar.models.derived import Derived, kind_names, of_whole
+from vitpar.models.description import ADAPTERS, LayerDescription, Part, layer_of
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
@@ -43,6 +43,17 @@ class LoRA(Derived):
     init: Literal["lora", "perturbed"] = "lora"
     """Initial values of B: zeros, or for comparing plans numbers that leave no gradient zero."""
 
+    FAMILY = of_whole("FAMILY")
+    TASK = of_whole("TASK")
+    CALIBRATED = of_whole("CALIBRATED")
+    large = of_whole("large")
+    layers_above = of_whole("layers_above")
+    rate_part = of_whole("rate_part")
+    clip_part = of_whole("clip_part")
+    extra_passes = of_whole("extra_passes")
+    hidden_matrices = of_whole("hidden_matrices")
+    """Without adapters: Muon makes the singular values of an update equal, which is meant for complete matrices."""
+
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= MAX_WIDTH:
             raise ModelError(f"the rank of adapters is {shown(self.rank)}: it must be from 1 to {MAX_WIDTH:,}")
@@ -53,21 +64,6 @@ class LoRA(Derived):
             raise ModelError(
                 f"{self.name} has no linear layer '{shown(unknown)}' that can be adapted: use other targets"
             )
-
-    @property
-    def FAMILY(self) -> str:  # type: ignore[override]
-        """Name of the model's family."""
-        return self.whole.FAMILY
-
-    @property
-    def TASK(self) -> str:  # type: ignore[override]
-        """Task of the model's family."""
-        return self.whole.TASK
-
-    @property
-    def CALIBRATED(self) -> bool:  # type: ignore[override]
-        """Whether estimated speeds of the model's family were compared."""
-        return self.whole.CALIBRATED
 
     def __getattr__(self, name: str) -> Any:
         # Fields of the family, such as drop_path. Not those of pickle, which asks before `whole` is there.
@@ -93,30 +89,9 @@ class LoRA(Derived):
         return None if whole is None else dataclasses.replace(self, whole=whole)
 
     @property
-    def large(self) -> bool:
-        return self.whole.large
-
-    @property
-    def hidden_matrices(self) -> dict[str, tuple[int, ...]]:
-        # Muon makes the singular values of an update equal, which is meant for complete matrices.
-        return self.whole.hidden_matrices
-
-    @property
     def adapters(self) -> frozenset[str]:
         """Names of the adapters' parameters."""
         return frozenset(f"{name}{end}.weight" for name in self.modules for end in (A, B))
-
-    def layers_above(self, parameter: str) -> int:
-        return self.whole.layers_above(parameter)
-
-    def rate_part(self, parameter: str) -> str:
-        return self.whole.rate_part(parameter)
-
-    def clip_part(self, parameter: str) -> str:
-        return self.whole.clip_part(parameter)
-
-    def extra_passes(self, plain: Any, whole: bool) -> ExtraPasses | None:
-        return self.whole.extra_passes(plain, whole)
 
     def describe(self) -> tuple[LayerDescription, ...]:
         layers, inside = tuple(self.whole.layers.values()), self.by_layer
@@ -125,15 +100,19 @@ class LoRA(Derived):
             (f"{layer.kind}, rank {self.rank}" if names else layer.kind, names)
             for layer, names in zip(layers, adapted, strict=True)
         )
-        return tuple(
-            dataclasses.replace(
-                layer,
-                kind=kind,
-                parts=tuple(part for own in layer.parts for part in self._with_adapter(own, names)),
-                saved=None if layer.saved is None else layer.saved + self._kept(layer, names),
-            )
-            for layer, names, kind in zip(layers, adapted, kinds, strict=True)
-        )
+        described = []
+        for layer, names, kind in zip(layers, adapted, kinds, strict=True):
+            parts, kept = list[Part](), 0  # A's output is kept for backward, and scaled
+            for part in layer.parts:
+                parts.append(part)
+                if part.name in names and part.product is not None:
+                    (takes, gives), (first, second) = part.product, ROLES[part.role]
+                    parts.append(Part(f"{part.name}{A}", first, {"weight": (self.rank, takes)}, part.tokens))
+                    parts.append(Part(f"{part.name}{B}", second, {"weight": (gives, self.rank)}, part.tokens))
+                    kept += 2 * self.rank * part.tokens
+            saved = None if layer.saved is None else layer.saved + kept
+            described.append(dataclasses.replace(layer, kind=kind, parts=tuple(parts), saved=saved))
+        return tuple(described)
 
     @cached_property
     def by_layer(self) -> dict[str, tuple[str, ...]]:
@@ -143,20 +122,6 @@ class LoRA(Derived):
             layer = layer_of(name)
             inside[layer] = (*inside.get(layer, ()), name.removeprefix(f"{layer}."))
         return inside
-
-    def _with_adapter(self, part: Part, names: Sequence[str]) -> tuple[Part, ...]:
-        if part.name not in names or part.product is None:
-            return (part,)
-        (takes, gives), (first, second) = part.product, ROLES[part.role]
-        return (
-            part,
-            linear(f"{part.name}{A}", first, takes, self.rank, part.tokens, bias=False),
-            linear(f"{part.name}{B}", second, self.rank, gives, part.tokens, bias=False),
-        )
-
-    def _kept(self, layer: LayerDescription, names: Sequence[str]) -> int:
-        """Return the elements that adapters of a layer keep for backward, for one sample: A's output, and scaled."""
-        return sum(2 * self.rank * part.tokens for part in layer.parts if part.name in names)
 
     def build_layer(self, name: str) -> nn.Module:
         layer = self.whole.build_layer(name)

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_BLOCKS
-from vitpar.models.config import ModelConfig, Rules, check_ranges, late_module
+from vitpar.models.bases import check_ranges
+from vitpar.models.config import ModelConfig, Rules, late_module
 from vitpar.models.description import LayerDescription
 from vitpar.models.families import FAMILIES
 from vitpar.own_files import load_class
@@ -54,7 +55,11 @@ class OwnModel(ModelConfig):
     """Number of blocks."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, {})
+        check_ranges(self)
+
+    @property
+    def stochastic(self) -> bool:
+        return False
 
     @classmethod
     def knows(cls, name: str) -> bool:

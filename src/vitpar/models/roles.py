@@ -1,7 +1,7 @@
 """Roles of tensor parallelism: how each mode splits the parts of a layer, and what it sends. One table.
 
 A layer's description names its modules and parameters with a role each (`ROLES`), and `TABLE` has a row for every mode
-and role. ``vitpar.parallel.styles`` computes what the table says, ``vitpar.strategy.traffic`` counts it, and
+and role. ``vitpar.parallel.tensor`` computes what the table says, ``vitpar.strategy.traffic`` counts it, and
 `vitpar plan --modules` shows it.
 
 W is stored [out, in], X is [batch, tokens, features]; S(n) = Shard(n), R = Replicate, P = Partial. The axes are those
@@ -38,9 +38,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from vitpar.errors import ModelError
 from vitpar.models.description import LayerDescription
+from vitpar.text import nearest, shown
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 ROLES = {
     "column": "first of two linear layers, which splits the features that it gives",
@@ -69,6 +74,10 @@ ROLES = {
     "other": "anything else, which only 1d and +sp support",
 }
 """Roles of modules and parameters, and what each is for."""
+WORDS = {"colwise": "column", "rowwise": "row", "sequence_parallel": "norm"}
+"""Roles by transformers' words in a `tp_plan`."""
+STOCK = {"ColwiseParallel": "column", "RowwiseParallel": "row", "SequenceParallel": "norm"}
+"""Roles by the names of torch's styles (``torch.distributed.tensor.parallel``)."""
 AXES: dict[str, dict[str, str]] = {
     "1d": {"j": ""},
     "sp": {"j": "batch"},
@@ -132,7 +141,7 @@ class TensorRole:
     """Row of the table: how one role is split and computed under one mode."""
 
     style: str = "Replicate"
-    """Name of the style that computes it (``vitpar.parallel.styles``)."""
+    """Name of the style that computes it (``vitpar.parallel.tensor``)."""
     weight: Mapping[str, int] = field(default_factory=dict)
     """Dimension of the weight that is split, by mesh axis; replicated on axes left out. Also used for a bare parameter.
     """
@@ -296,3 +305,33 @@ def parameter_splits(layer: LayerDescription, mode: str) -> dict[str, ParameterS
             trained = key not in layer.frozen
             splits[key] = ParameterSplit(shape, axes, sums, complete=part.role == "table", trained=trained)
     return splits
+
+
+def role_of(given: str | ParallelStyle, where: str) -> str:
+    """Return the role that a name or stock style stands for.
+
+    A style is read as a name and never applied, so that plans with it are priced and checked as any other.
+
+    where: module that it is given for, for messages.
+
+    Raises ModelError for a style with other options than its defaults, and for anything without a role.
+    """
+    if isinstance(given, str):
+        if (role := WORDS.get(given, given)) in ROLES:
+            return role
+        raise ModelError(
+            f"{where} has the role '{shown(given)}'{nearest(given, [*ROLES, *WORDS])}: use one of "
+            f"{', '.join([*ROLES, *WORDS])}"
+        )
+    name = type(given).__name__
+    if name not in STOCK or type(given).__module__.partition(".")[0] != "torch":
+        raise ModelError(
+            f"{where} has the style {shown(name)}: use {', '.join(f'{stock}()' for stock in STOCK)} or a role"
+        )
+    usual = vars(type(given)())
+    if changed := [key for key, value in vars(given).items() if value != usual.get(key)]:
+        raise ModelError(
+            f"{where} has {name} with other {', '.join(changed)} than by default: leave them out, since vitpar chooses "
+            "layouts by the plan"
+        )
+    return STOCK[name]

@@ -20,30 +20,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class MadeTensor:
-    """Tensor of one model that is made of tensors of another."""
-
-    names: tuple[str, ...]
-    """Names of the other model's tensors."""
-    make: Callable[..., Tensor] = lambda tensor: tensor
-    """Function from these, in the order of `names`, to the tensor."""
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """Weights of another configuration, for a model to begin its training with."""
-
-    config: Any
-    """Configuration (``ModelConfig``) that the tensors are of."""
-    tensors: Mapping[str, MadeTensor]
-    """How parameters are made of the weights', by name; others are the same."""
-    change: str
-    """The difference, for the user."""
-    kept: tuple[str, ...] = ()
-    """Parameters that keep their initial values."""
-
-
-@dataclass(frozen=True)
 class Packing:
     """Two functions that undo each other. Both take the configuration first, and return a tuple for several names."""
 

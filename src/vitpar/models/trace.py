@@ -11,7 +11,7 @@ in the classes of its modules: roles (``Layer.TENSOR_PARALLEL``), and as attribu
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from vitpar.errors import ModelError
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import AttentionShape, LayerDescription, Part, TensorSpec
 from vitpar.models.layers import Layer, given_sides, zero_sides
-from vitpar.models.role_names import role_of
+from vitpar.models.roles import role_of
 from vitpar.text import shown
 
 BATCH = 2
@@ -32,18 +32,8 @@ PLACES = ("pooled", "gathered", "gate")
 """Roles of modules that have no parameters."""
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One run of a layer."""
-
-    output: Tensor
-    """Output of the layer."""
-    calls: Mapping[str, list[tuple[torch.Size, torch.Size]]]
-    """Shapes of the first input and of the output of each call of a module, by its name in the layer."""
-    flops: int
-    """Floating-point operations."""
-    saved: int
-    """Elements kept for backward."""
+Calls = Mapping[str, list[tuple[torch.Size, torch.Size]]]
+"""Shapes of the first input and of the output of each call of a module, by its name in the layer."""
 
 
 def describe_layer(
@@ -63,14 +53,17 @@ def describe_layer(
             layer = config.build_layer(name)
             if not isinstance(layer, Layer):
                 raise ModelError(f"{where} is a {type(layer).__name__}: derive its class from vitpar.Layer")
-            run = _run(config, layer, taken)
+            output, calls, flops, kept = _run(config, layer, taken)
         except ModelError:
             raise
         except Exception as error:  # of the user's code
             raise ModelError(f"{where} fails: {type(error).__name__}: {shown(error)}") from error
-    gives = _given(config, run.output, where, last=last)
-    parts = tuple(_parts(layer, run, where))
-    attention = _attention(layer, run)
+    gives = _given(config, output, where, last=last)
+    parts, attention = tuple(_parts(layer, calls, where)), None
+    for inside, module in layer.named_modules():
+        shape: AttentionShape | None = getattr(module, "attention_shape", None)
+        if shape is not None and attention is None:
+            attention = replace(shape, tokens=calls[inside][0][0][1] // shape.windows)
     counted = sum(part.flops for part in parts) + (attention.flops if attention else 0)
     return LayerDescription(
         name,
@@ -80,15 +73,15 @@ def describe_layer(
         parts,
         attention,
         divisible=_divisible(layer, parts),
-        other_flops=max(0, run.flops // BATCH - counted),
-        saved=run.saved // BATCH if saved else None,
+        other_flops=max(0, flops // BATCH - counted),
+        saved=kept // BATCH if saved else None,
         modes=tuple(mode for mode in layer.TENSOR_MODES if _computes(parts, mode, last)),
         last=last,
     )
 
 
-def _run(config: ModelConfig, layer: Layer, taken: TensorSpec | None) -> _Run:
-    """Run a layer on the meta device."""
+def _run(config: ModelConfig, layer: Layer, taken: TensorSpec | None) -> tuple[Tensor, Calls, int, int]:
+    """Run a layer on the meta device. Return its output, calls, operations, and the elements kept for backward."""
     calls: dict[str, list[tuple[torch.Size, torch.Size]]] = {}
     own = {p.untyped_storage()._cdata for p in (*layer.parameters(), *layer.buffers())}
     kept: dict[int, int] = {}
@@ -113,7 +106,7 @@ def _run(config: ModelConfig, layer: Layer, taken: TensorSpec | None) -> _Run:
         counter = stack.enter_context(FlopCounterMode(display=False))
         stack.enter_context(saved_tensors_hooks(keep, lambda tensor: tensor))
         output = layer(x, **sides)
-    return _Run(output, calls, counter.get_total_flops(), sum(kept.values()))
+    return output, calls, counter.get_total_flops(), sum(kept.values())
 
 
 def _given(config: ModelConfig, y: Tensor, where: str, *, last: bool) -> TensorSpec:
@@ -138,19 +131,13 @@ def _given(config: ModelConfig, y: Tensor, where: str, *, last: bool) -> TensorS
     return TensorSpec(1, y.shape[1]) if rank == 2 else TensorSpec(y.shape[1], y.shape[2])
 
 
-def _roles(layer: Layer, where: str) -> dict[str, str]:
-    """Return the roles of modules and parameters by name: a layer's own words come before those of its modules."""
-    roles: dict[str, str] = {}
+def _parts(layer: Layer, calls: Calls, where: str) -> Iterator[Part]:
+    """Yield the parts of a layer: everything that has a role or parameters, in the order of its modules."""
+    roles: dict[str, str] = {}  # a layer's own words come before those of its modules
     for owner, module in layer.named_modules():
         for name, given in getattr(module, "TENSOR_PARALLEL", {}).items():
             full = f"{owner}.{name}" if owner else name
             roles.setdefault(full, role_of(given, f"{shown(full)} of {where}"))
-    return roles
-
-
-def _parts(layer: Layer, run: _Run, where: str) -> Iterator[Part]:
-    """Yield the parts of a layer: everything that has a role or parameters, in the order of its modules."""
-    roles = _roles(layer, where)
     for owner, module in layer.named_modules():
         own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters(recurse=False)}
         role = roles.pop(owner, None)
@@ -158,7 +145,7 @@ def _parts(layer: Layer, run: _Run, where: str) -> Iterator[Part]:
             apart = {name for name in own if role is None and f"{owner}.{name}" in roles}
             shapes = {name: shape for name, shape in own.items() if name not in apart}
             if shapes or (role and (role in PLACES or not isinstance(module, nn.Identity))):
-                yield _part(owner, role or "other", shapes, module, run)
+                yield _part(owner, role or "other", shapes, module, calls.get(owner, []))
             own = {name: own[name] for name in apart}
         for name, shape in own.items():
             full = f"{owner}.{name}" if owner else name
@@ -167,9 +154,15 @@ def _parts(layer: Layer, run: _Run, where: str) -> Iterator[Part]:
         raise ModelError(f"{where} has no '{shown(unknown)}', which its TENSOR_PARALLEL names: correct the name")
 
 
-def _part(name: str, role: str, shapes: dict[str, tuple[int, ...]], module: nn.Module, run: _Run) -> Part:
+def _part(
+    name: str,
+    role: str,
+    shapes: dict[str, tuple[int, ...]],
+    module: nn.Module,
+    calls: list[tuple[torch.Size, torch.Size]],
+) -> Part:
     """Return the description of a module."""
-    calls, stacked = run.calls.get(name, ()), getattr(module, "stacked", ())
+    stacked = getattr(module, "stacked", ())
     if role == "vocabulary_embedding":
         return Part(
             name, role, shapes, sum(map(math.prod, (taken for taken, _ in calls))) // BATCH, shapes["weight"][1]
@@ -187,15 +180,6 @@ def _left_out(layer: Layer, name: str) -> bool:
         return not isinstance(getattr(layer.get_submodule(owner), attribute), nn.Module | Tensor)
     except AttributeError:
         return False
-
-
-def _attention(layer: Layer, run: _Run) -> AttentionShape | None:
-    """Return the shape of a layer's attention, if a module says that it has some."""
-    for name, module in layer.named_modules():
-        shape: AttentionShape | None = getattr(module, "attention_shape", None)
-        if shape is not None:
-            return replace(shape, tokens=run.calls[name][0][0][1] // shape.windows)
-    return None
 
 
 def _divisible(layer: Layer, parts: tuple[Part, ...]) -> dict[str, int]:

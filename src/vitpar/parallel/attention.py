@@ -98,7 +98,11 @@ def choose_attention(
         tries = [(kept,), CANDIDATES]
     for names in tries:
         seconds = probe(names, config, plan, batch_size, precision, device)
-        if (best := _fastest(seconds)) is not None:
+        if able := [name for name in names if math.isfinite(seconds[name])]:
+            # The first kernel that ran, unless another is clearly faster: for small shapes the time is that of the
+            # kernel launches, so the order of nearly equal times is noise.
+            best = min(able, key=lambda name: seconds[name])
+            best = best if seconds[best] < CLEARLY * seconds[able[0]] else able[0]
             use_attention(best, allow_math=best == "math" or device.type == "cpu")
             return AttentionChoice(best, tuple(seconds.items()))
     dims = sorted({layer.attention.head_dim for layer in config.layers.values() if layer.attention})
@@ -142,18 +146,6 @@ def by_products(device: torch.device) -> Iterator[None]:
             yield
     finally:
         use_packed_attention(chosen)
-
-
-def _fastest(seconds: dict[str, float]) -> str | None:
-    """Return the first kernel that ran, unless another is clearly faster; None if none ran.
-
-    For small shapes the time is that of the kernel launches, so the order of nearly equal times is noise.
-    """
-    able = [name for name in seconds if math.isfinite(seconds[name])]
-    if not able:
-        return None
-    best = min(able, key=lambda name: seconds[name])
-    return best if seconds[best] < CLEARLY * seconds[able[0]] else able[0]
 
 
 def use_attention(backend: str | None, *, allow_math: bool = True) -> None:
@@ -221,22 +213,21 @@ def _seconds(backend: str, shape: AttentionShape, rows: int, dtype: torch.dtype,
                 bias = torch.randn(scores, dtype=dtype, device=device, requires_grad=True)
             for _ in range(WARM_UP):
                 _attend(qkv, shape.heads, bias)
-            return min(_timed(qkv, shape.heads, bias) for _ in range(READINGS))
+            best = math.inf
+            for _ in range(READINGS):
+                _wait(qkv)
+                begun = time.perf_counter()
+                for _ in range(TIMES):
+                    _attend(qkv, shape.heads, bias)
+                _wait(qkv)
+                best = min(best, (time.perf_counter() - begun) / TIMES)
+            return best
         except RuntimeError:  # no kernel for this shape, precision or device; no memory
             return math.inf
         except Exception:  # of any kind: Triton is missing, or its compiler or the driver is broken
             if backend == "packed":
                 return math.inf
             raise
-
-
-def _timed(qkv: Tensor, heads: int, bias: Tensor | None) -> float:
-    _wait(qkv)
-    begun = time.perf_counter()
-    for _ in range(TIMES):
-        _attend(qkv, heads, bias)
-    _wait(qkv)
-    return (time.perf_counter() - begun) / TIMES
 
 
 def _attend(qkv: Tensor, heads: int, bias: Tensor | None) -> None:

@@ -5,11 +5,14 @@ backward. The functions call PyTorch's functional collectives, which torch.compi
 They take plain tensors, because dispatching on DTensors costs more host time than small layers take to compute.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from vitpar.models.compiled import wide
 
 _ops = torch.ops._c10d_functional
 
@@ -62,14 +65,36 @@ def finish_all_gather(started: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     return whole if dim == 0 or group.size() == 1 else torch.cat(whole.chunk(group.size()), dim=dim)
 
 
-class _ReduceFromTPRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
+def _kept(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return x
+
+
+def _summed(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return all_reduce(x, group)
+
+
+def _part(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
+
+
+class _Region(torch.autograd.Function):
+    """One function of (tensor, dim, group) in forward, and another one of the gradient in backward."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        group: ProcessGroup,
+        forward: Callable[..., Tensor],
+        backward: Callable[..., Tensor],
+    ) -> Tensor:
+        ctx.dim, ctx.group, ctx.exchange = dim, group, backward
+        return forward(x, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.exchange(gradient, ctx.dim, ctx.group), None, None, None, None
 
 
 def reduce_from_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -78,18 +103,7 @@ def reduce_from_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
     Forward Partial -> Replicate, backward Replicate -> Replicate. The gradient needs no collective: every rank computes
     the same with the sum.
     """
-    return _ReduceFromTPRegion.apply(x, group)
-
-
-class _ReduceScatterToTPRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return reduce_scatter(x, 0, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradient, 0, ctx.group), None
+    return _Region.apply(x, 0, group, _summed, _kept)
 
 
 def reduce_scatter_to_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -97,19 +111,7 @@ def reduce_scatter_to_tp_region(x: Tensor, group: ProcessGroup) -> Tensor:
 
     Forward Partial -> Shard(0), backward Shard(0) -> Replicate (all-gather).
     """
-    return _ReduceScatterToTPRegion.apply(x, group)
-
-
-class _GatherFromTPRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return all_gather(x, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        mine = gradient.chunk(ctx.group.size(), dim=ctx.dim)[ctx.group.rank()]
-        return mine.contiguous(), None, None
+    return _Region.apply(x, 0, group, reduce_scatter, all_gather)
 
 
 def gather_from_tp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -118,18 +120,7 @@ def gather_from_tp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     Forward Shard(dim) -> Replicate, backward Replicate -> Shard(dim). Backward only slices, so it is wrong where ranks
     compute different parts with the result: there the gradient is Partial (`gathered_linear`).
     """
-    return _GatherFromTPRegion.apply(x, dim, group)
-
-
-class _ScatterToTPRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
-        return x.chunk(group.size(), dim=dim)[group.rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return all_gather(gradient, ctx.dim, ctx.group), None, None
+    return _Region.apply(x, dim, group, all_gather, _part)
 
 
 def scatter_to_tp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
@@ -137,12 +128,7 @@ def scatter_to_tp_region(x: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
     Forward Replicate -> Shard(dim), backward Shard(dim) -> Replicate (all-gather).
     """
-    return _ScatterToTPRegion.apply(x, dim, group)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return `x` in at least float32."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return _Region.apply(x, dim, group, _part, all_gather)
 
 
 class _SplitNorm(torch.autograd.Function):
@@ -156,10 +142,10 @@ class _SplitNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, group: ProcessGroup, centres: bool) -> Tensor:
-        width, wide = x.shape[-1] * group.size(), _wide(x)
-        mean = all_reduce(wide.sum(-1, keepdim=True), group) / width if centres else None
+        width, numbers = x.shape[-1] * group.size(), x.to(wide(x))
+        mean = all_reduce(numbers.sum(-1, keepdim=True), group) / width if centres else None
         # Centred squares, although they need a second all-reduce: E[x^2] - E[x]^2 cancels where the mean is large.
-        centred = wide if mean is None else wide - mean
+        centred = numbers if mean is None else numbers - mean
         scale = torch.rsqrt(all_reduce(centred.square().sum(-1, keepdim=True), group) / width + eps)
         ctx.group, ctx.width = group, width
         ctx.save_for_backward(x, scale, *([] if mean is None else [mean]))

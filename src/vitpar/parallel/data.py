@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from vitpar.parallel.mesh import data_mesh, partial_group, size
+from vitpar.parallel.mesh import partial_group, size
 from vitpar.sharded import sharded_as, to_local
 from vitpar.strategy.execution import LayerExecution
 
@@ -60,7 +60,8 @@ def shard_stage(stage: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy
 
 def _fully_shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, **settings: Any) -> None:
     """Apply ``fully_shard`` so that gradients are *summed*, never averaged."""
-    fully_shard(module, mesh=data_mesh(mesh), mp_policy=policy, **settings)
+    axes = mesh["replicate", "shard"] if size(mesh, "replicate") > 1 else mesh["shard"]  # the former as HSDP
+    fully_shard(module, mesh=axes, mp_policy=policy, **settings)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -174,8 +175,12 @@ def gradient_sums(
     buckets: list[tuple[dist.ProcessGroup, list[Tensor]]] = []
     open_: dict[dist.ProcessGroup, list[Tensor]] = {}
     for layer, mesh in reversed(list(layers)):  # the order in which backward reaches them
-        summed = (p for p in layer.parameters() if p.requires_grad and id(p) not in elsewhere)
-        mine = _by_group(summed, mesh, over_j)
+        mine: dict[dist.ProcessGroup, list[Tensor]] = {}
+        for parameter in (p for p in layer.parameters() if p.requires_grad and id(p) not in elsewhere):
+            if id(parameter) in over_j:
+                mine.setdefault(partial_group(mesh), []).append(parameter)
+            elif size(mesh, "replicate") > 1:
+                mine.setdefault(mesh.get_group("replicate"), []).append(parameter)
         for group, parameters in mine.items():
             if group not in open_ or _elements(open_[group]) + _elements(parameters) > cap:
                 open_[group] = []
@@ -184,22 +189,6 @@ def gradient_sums(
         if mine:  # only neighbours share a message: one of far layers would start late
             open_ = {group: open_[group] for group in mine}
     return [GradientSum(bucket, group, backwards, dtype) for group, bucket in buckets]
-
-
-def _by_group(
-    parameters: Iterable[Tensor], mesh: DeviceMesh, over_j: Collection[int]
-) -> dict[dist.ProcessGroup, list[Tensor]]:
-    """Return parameters by the ranks over which their gradients are summed, without those that need no sum.
-
-    over_j: ids of parameters whose gradients are partial over j.
-    """
-    groups: dict[dist.ProcessGroup, list[Tensor]] = {}
-    for parameter in parameters:
-        if id(parameter) in over_j:
-            groups.setdefault(partial_group(mesh), []).append(parameter)
-        elif size(mesh, "replicate") > 1:
-            groups.setdefault(mesh.get_group("replicate"), []).append(parameter)
-    return groups
 
 
 def _elements(parameters: Iterable[Tensor]) -> int:
@@ -261,9 +250,6 @@ def set_last_micro_batch(root: nn.Module, last: bool, kept: Iterable[nn.Module])
 
 
 def free_gathered(root: nn.Module) -> None:
-    """Free gathered parameters under `root`, so that the next forward gathers the sharded ones again.
-
-    Needed after sharded parameters were changed in place.
-    """
+    """Free gathered parameters under `root`: the next forward gathers the sharded ones, which were changed."""
     for module in _wrapped(root.modules()):
         module.reshard()

@@ -6,7 +6,8 @@
 | gradient of input  | output gradient, weight | float8_e4m3, one scale per token and per weight column   |
 | gradient of weight | output gradient, input  | bfloat16: the sum over all tokens loses the most         |
 
-``vitpar.strategy.execution.multiplies_in_float8`` decides which layers are large enough.
+``vitpar.strategy.execution.multiplies_in_float8`` decides which layers are large enough; ``vitpar.parallel.linear``
+lets them multiply so.
 
 Scales are powers of two, so scaling itself does not round; the largest value of a row comes close to the largest float8
 value. Each token has a scale of its own, which does not depend on other samples, nor on how a plan splits the batch. If
@@ -18,18 +19,13 @@ complete weight.
 
 from __future__ import annotations
 
-from types import MethodType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
-from vitpar.models.description import ADAPTERS
-from vitpar.models.layers import Layer
-from vitpar.models.lora_layers import product_name
-from vitpar.sharded import to_local
 from vitpar.strategy.execution import FastAccum, multiplies_in_float8
 
 E4M3 = torch.float8_e4m3fn
@@ -40,8 +36,6 @@ SMALLEST = 2.0**-100
 
 A row of zeros would otherwise get scale 0, and 0 / 0 is NaN.
 """
-MULTIPLE = 16
-"""Both sizes of a weight must be multiples of this on GPUs."""
 PROBE = 256
 """Rows and columns of the product that `float8_fault` tries. cuBLASLt may have no algorithm for a smaller one."""
 
@@ -98,64 +92,6 @@ def product(x: Tensor, weight: Tensor, fast: bool, bias: Tensor | None = None) -
     """
     y = multiply(*scaled_rows(x.flatten(0, -2)), *scaled_rows(weight), x.dtype, fast, bias)
     return y.unflatten(0, x.shape[:-1])
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, fast: Fast) -> Tensor:
-        ctx.fast = fast
-        ctx.save_for_backward(x, weight)
-        # In the product: added to its output, the bias of queries, keys and values costs two passes over all three.
-        return product(x, weight, fast.output, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        for_x = for_weight = for_bias = None
-        if ctx.needs_input_grad[0]:
-            for_x = product(gradient, weight.t(), ctx.fast.gradient)
-        if ctx.needs_input_grad[1]:
-            for_weight = gradient.flatten(0, -2).mT @ x.flatten(0, -2)
-        if ctx.needs_input_grad[2]:
-            for_bias = gradient.flatten(0, -2).sum(0)
-        return for_x, for_weight, for_bias, None
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fast: Fast = Fast()) -> Tensor:
-    """Return ``linear(x, weight, bias)`` multiplied in float8, differentiable."""
-    return _Linear.apply(x, weight, bias, fast)
-
-
-def _forward(module: Any, x: Tensor) -> Tensor:
-    bias = None if module.bias is None else to_local(module.bias)
-    return linear(x, to_local(module.weight), bias, module.float8)
-
-
-def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: Fast = Fast()) -> None:
-    """Let the linear layers of `block` that are large enough multiply in float8, adapters excepted.
-
-    block_name: name of the block, for messages.
-    min_features: as in ``vitpar.strategy.execution.multiplies_in_float8``.
-
-    Call it after tensor parallelism split the weights, and before the block is compiled. Raises RecipeError if GPUs
-    cannot multiply the local part of a weight.
-    """
-    for name, module in block.named_modules():
-        if not isinstance(module, nn.Linear) or name.endswith(ADAPTERS):
-            continue
-        gives, takes = module.weight.shape  # of the complete weight, so that a layer computes alike under every plan
-        if not multiplies_in_float8(takes, gives, min_features):
-            continue
-        sizes = to_local(module.weight).shape
-        if any(size % MULTIPLE for size in sizes):
-            raise RecipeError(
-                f"train.precision fp8 needs weights whose sizes on every rank are multiples of {MULTIPLE}, but "
-                f"{block_name}.{name} has {sizes[0]} x {sizes[1]}: use bf16, or a plan that splits it less"
-            )
-        module.float8 = fast  # type: ignore[assignment]
-        # A split module has its own forward, which reads `float8`, too.
-        if (method := product_name(module)) not in vars(module):
-            setattr(module, method, MethodType(_forward, module))
 
 
 def refuse_small(config: ModelConfig, min_features: int) -> None:

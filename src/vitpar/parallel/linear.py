@@ -1,4 +1,6 @@
-"""Linear layers that need their complete input on every rank, and whose backward communicates while it computes.
+"""Linear layers on local weights: those that communicate while backward computes, and those of blocks in float8.
+
+The former need their complete input on every rank.
 
 | order in backward | `column_linear`                 | `gathered_linear`                   |
 |-------------------|---------------------------------|-------------------------------------|
@@ -10,24 +12,26 @@
 | 6                 | wait for the all-reduce         | wait for the reduce-scatter         |
 """
 
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from vitpar.parallel.collective import (
-    all_gather,
-    all_reduce,
-    finish,
-    finish_all_gather,
-    reduce_scatter,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
-from vitpar.parallel.float8 import Fast, multiply, product, scaled_rows
+from vitpar.errors import RecipeError
+from vitpar.models.description import ADAPTERS
+from vitpar.models.layers import Layer
+from vitpar.models.lora_layers import product_name
+from vitpar.parallel import collective
+from vitpar.parallel.float8 import FAST, Fast, multiply, product, scaled_rows
+from vitpar.sharded import to_local
+from vitpar.strategy.execution import FastAccum, multiplies_in_float8
+
+MULTIPLE = 16
+"""Both sizes of a weight must be multiples of this to multiply in float8 on GPUs."""
 
 
 def column_linear(
@@ -55,8 +59,17 @@ def gathered_linear(
     return _Linear.apply(x, weight, bias, dim, group, in_float8)
 
 
+def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fast: Fast = Fast()) -> Tensor:
+    """Return ``linear(x, weight, bias)`` multiplied in float8, differentiable, without communication."""
+    return _Linear.apply(x, weight, bias, None, None, fast)
+
+
 class _Linear(torch.autograd.Function):
-    """Product with this rank's weight. dim: the dim along which ranks hold parts of `x`; None if each has all of it."""
+    """Product with this rank's weight.
+
+    dim: the dim along which ranks hold parts of `x`; None if each has all of it.
+    group: ranks whose weights contribute to the gradient of `x`; None for this one alone.
+    """
 
     @staticmethod
     def forward(
@@ -65,13 +78,13 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         dim: int | None,
-        group: ProcessGroup,
+        group: ProcessGroup | None,
         in_float8: Fast | None,
     ) -> Tensor:
         ctx.dim, ctx.group, ctx.in_float8 = dim, group, in_float8
         # Save this rank's part, not the gathered tensor, which takes group.size() times the memory.
         ctx.save_for_backward(x, weight)
-        whole = x if dim is None else all_gather(x, dim, group)
+        whole = x if dim is None or group is None else collective.all_gather(x, dim, group)
         # The bias in the product: added to its output, it costs two passes over it.
         if in_float8:
             return product(whole, weight, in_float8.output, bias)
@@ -79,29 +92,27 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        for_x, for_weight = _for_operands(ctx, gradient)
+        x, weight = ctx.saved_tensors
+        dim, group, needs_x, needs_weight = ctx.dim, ctx.group, _needed(ctx, 0), _needed(ctx, 1)
+        for_x = for_weight = None
+        if needs_x:
+            operands, fast = [gradient, weight], bool(ctx.in_float8 and ctx.in_float8.gradient)
+            if ctx.in_float8:  # converted here, where the compiler sees it and can fuse it
+                operands = [*scaled_rows(gradient.flatten(0, -2)), *scaled_rows(weight.t())]
+            if group is None:
+                for_x = _for_input(gradient, operands, fast)
+                for_weight = _for_weight(gradient, x) if needs_weight else None
+            elif needs_weight:
+                both = _compiled if torch.compiler.is_compiling() else _overlapped
+                for_x, for_weight = both(gradient, x, operands, fast, dim, group.group_name)
+            elif dim is None:
+                for_x = collective.all_reduce(_for_input(gradient, operands, fast), group)
+            else:
+                for_x = collective.reduce_scatter(_for_input(gradient, operands, fast), dim, group)
+        elif needs_weight:
+            for_weight = _for_weight(gradient, x if dim is None else collective.all_gather(x, dim, group))
         for_bias = gradient.flatten(0, -2).sum(0) if _needed(ctx, 2) else None
         return for_x, for_weight, for_bias, None, None, None
-
-
-def _for_operands(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of input and weight, or None for one that is not needed."""
-    x, weight = ctx.saved_tensors
-    dim, group, needs_x, needs_weight = ctx.dim, ctx.group, _needed(ctx, 0), _needed(ctx, 1)
-    for_x = for_weight = None
-    if needs_x:
-        operands, fast = [gradient, weight], bool(ctx.in_float8 and ctx.in_float8.gradient)
-        if ctx.in_float8:  # converted here, where the compiler sees it and can fuse it
-            operands = [*scaled_rows(gradient.flatten(0, -2)), *scaled_rows(weight.t())]
-        if needs_weight:
-            return (_compiled if torch.compiler.is_compiling() else _overlapped)(
-                gradient, x, operands, fast, dim, group.group_name
-            )
-        partial = _for_input(gradient, operands, fast)
-        for_x = all_reduce(partial, group) if dim is None else reduce_scatter(partial, dim, group)
-    elif needs_weight:
-        for_weight = _for_weight(gradient, x if dim is None else all_gather(x, dim, group))
-    return for_x, for_weight
 
 
 def _needed(ctx: Any, number: int) -> bool:
@@ -141,13 +152,13 @@ def _overlapped(
     """Return the gradients of (input, weight), in the order of the table above."""
     group = _resolve_process_group(group_name)  # type: ignore[arg-type]
     if dim is None:
-        summing = start_all_reduce(_for_input(gradient, operands, fast), group)
+        summing = collective.start_all_reduce(_for_input(gradient, operands, fast), group)
         for_weight = _for_weight(gradient, x)
     else:
-        gathering = start_all_gather(x, group)
-        summing = start_reduce_scatter(_for_input(gradient, operands, fast), dim, group)
-        for_weight = _for_weight(gradient, finish_all_gather(gathering, dim, group))
-    return finish(summing, group), for_weight
+        gathering = collective.start_all_gather(x, group)
+        summing = collective.start_reduce_scatter(_for_input(gradient, operands, fast), dim, group)
+        for_weight = _for_weight(gradient, collective.finish_all_gather(gathering, dim, group))
+    return collective.finish(summing, group), for_weight
 
 
 # One operation for the compiler, which cannot look inside. upstream: inductor orders a graph for the least memory
@@ -162,3 +173,41 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     features = operands[1].shape[1] if len(operands) == 2 else operands[2].shape[0]
     return x.new_empty(x.shape), x.new_empty(gradient.shape[-1], features)
+
+
+_MULTIPLY = {setting: partial(float8_linear, fast=fast) for setting, fast in FAST.items()}
+"""One object for all layers: for another one the compiler would make another graph."""
+
+
+def _forward(module: Any, x: Tensor) -> Tensor:
+    return module.multiply(x, to_local(module.weight), None if module.bias is None else to_local(module.bias))
+
+
+def compute_in_float8(block_name: str, block: Layer, min_features: int, fast: FastAccum = "forward") -> None:
+    """Let the linear layers of `block` that are large enough multiply in float8, adapters excepted.
+
+    block_name: name of the block, for messages.
+    min_features: as in ``vitpar.strategy.execution.multiplies_in_float8``.
+    fast: setting `train.fp8_fast_accum`.
+
+    Call it after tensor parallelism split the weights, and before the block is compiled. Raises RecipeError if GPUs
+    cannot multiply the local part of a weight.
+    """
+    for name, module in block.named_modules():
+        if not isinstance(module, nn.Linear) or name.endswith(ADAPTERS):
+            continue
+        gives, takes = module.weight.shape  # of the complete weight, so that a layer computes alike under every plan
+        if not multiplies_in_float8(takes, gives, min_features):
+            continue
+        sizes = to_local(module.weight).shape
+        if any(size % MULTIPLE for size in sizes):
+            raise RecipeError(
+                f"train.precision fp8 needs weights whose sizes on every rank are multiples of {MULTIPLE}, but "
+                f"{block_name}.{name} has {sizes[0]} x {sizes[1]}: use bf16, or a plan that splits it less"
+            )
+        module.float8 = FAST[fast]  # type: ignore[assignment]
+        # A split module has its own forward, which reads `float8`, too.
+        if (method := product_name(module)) not in vars(module):
+            # With another bias, ``vitpar.models.compiled`` multiplies by this function itself.
+            module.multiply = _MULTIPLY[fast]  # type: ignore[assignment]
+            setattr(module, method, MethodType(_forward, module))

@@ -16,7 +16,6 @@ different.
 """
 
 import math
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -24,8 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from vitpar.models.config import ModelConfig
 from vitpar.strategy import Plan, Strategy, rank_of_place
 from vitpar.strategy.layout import joined_index, mesh_axes, place, replicating_axes, sharding_axes
+from vitpar.strategy.stages import sharing_places
 
 
 def pipeline_mesh(plan: Plan, device_type: str) -> DeviceMesh:
@@ -53,14 +54,15 @@ def layer_mesh(plan: Plan, strategy: Strategy, device_type: str) -> DeviceMesh:
     return _mesh(ranks, ("pp", *kept), device_type)
 
 
-def stages_mesh(plan: Plan, places: Sequence[int], device_type: str) -> DeviceMesh:
-    """Return the mesh (shared, stage) of the ranks at `places` on the pp axis. Collective over all ranks."""
-    return _mesh(_ranks(plan)[list(places)], ("shared", "stage"), device_type)
+def sharing_meshes(config: ModelConfig, plan: Plan, device_type: str) -> dict[str, DeviceMesh | None]:
+    """Return a mesh (shared, stage) of the stages that hold each shared parameter, by the owner's name.
 
-
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axes of a layer's mesh for ``fully_shard``: (shard), or (replicate, shard), which it takes as HSDP."""
-    return mesh["replicate", "shard"] if size(mesh, "replicate") > 1 else mesh["shard"]
+    None for a parameter within one pipeline rank. Collective over all ranks. Tables are left out.
+    """
+    return {
+        owner: _mesh(_ranks(plan)[list(places)], ("shared", "stage"), device_type) if len(places) > 1 else None
+        for owner, places in sharing_places(config, plan).items()
+    }
 
 
 def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:

@@ -18,20 +18,20 @@ from torch.distributed.tensor import DTensor
 from vitpar.errors import ModelError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import TensorSpec
 from vitpar.models.layers import ResidualBlock
 from vitpar.models.loss import Loss
 from vitpar.models.roles import chunk_range
-from vitpar.parallel.batch_part import BatchPart, StageShapes
+from vitpar.parallel.batch_part import BatchEvaluation, BatchPart
 from vitpar.parallel.data import free_gathered, gradient_sums, set_last_micro_batch
-from vitpar.parallel.evaluation import BatchEvaluation
 from vitpar.parallel.mesh import tensor_mesh
 from vitpar.parallel.phases import Phase, untimed
-from vitpar.parallel.pipeline import Schedule, StageModule, build_schedule, pipeline_stage
+from vitpar.parallel.pipeline import Schedule, Stage, StageModule, build_schedule
 from vitpar.parallel.precision import LowPrecisionParams, resolve_precision
 from vitpar.parallel.shared import SharedSums, tables
 from vitpar.parallel.tensor import PartialGradient, TensorSums
 from vitpar.parallel.vocabulary import VocabularyPart, complete_logits
-from vitpar.strategy import Plan
+from vitpar.strategy import Plan, stage_layers
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution, LayerExecution
 
@@ -47,7 +47,7 @@ class ParallelModel:
     pipe: mesh (pp, stage) over the world.
     meshes: mesh of each layer, by name.
     partial: parameters whose gradients are partial over tensor-parallel axes, by layer.
-    sharing: mesh of the stages that hold each shared parameter (``vitpar.parallel.shared.sharing_meshes``).
+    sharing: mesh of the stages that hold each shared parameter (``vitpar.parallel.mesh.sharing_meshes``).
     loss: loss of a step.
     """
 
@@ -118,7 +118,7 @@ class ParallelModel:
         )
         self._evaluation = BatchEvaluation(plan, pipe, stages, self._part, precision.compute, device)
         self._executions = executions
-        self._by_size: dict[int, tuple[StageShapes, Schedule | None]] = {}
+        self._by_size: dict[int, tuple[list[TensorSpec], Schedule | None]] = {}
         self.take_image_size(config.image_size)
 
     def take_image_size(self, image_size: int) -> None:
@@ -126,11 +126,20 @@ class ParallelModel:
         if image_size not in self._by_size:
             sized = self.config if image_size == self.config.image_size else self.config.resized(image_size)
             assert sized is not None, f"{self.config.name} takes images of one size only"
-            dtype = self.precision.compute
-            shapes = StageShapes(sized, self.config, self.plan, self._part, self._features, dtype)
-            schedule = self._build_schedule(shapes) if self.plan.pipeline_degree > 1 else None
-            self._by_size[image_size] = shapes, schedule
-        self._shapes, self._schedule = self._by_size[image_size]
+            dtype, features = self.precision.compute, len(self._features)
+            given = [sized.layers[names[-1]].gives for names in stage_layers(self.config, self.plan)]
+            schedule = None
+            if self.plan.pipeline_degree > 1:
+                stages = []
+                for index, stage in self.stages.items():
+                    first, *_, last = [self._executions[name] for name in stage.layers()] * 2
+                    shapes = self._part.of_stage(index, sized, given, features, dtype)
+                    place = (self.plan.num_stages, *shapes, self.device, self.pipe.get_group("pp"))
+                    has_gradient = last.backward != "nothing"
+                    stages.append(Stage(stage, index, *place, passed=first.passes_gradient, given=has_gradient))
+                schedule = build_schedule(self.plan, stages, self.batch.microbatches, self.loss)
+            self._by_size[image_size] = given, schedule
+        self._given, self._schedule = self._by_size[image_size]
 
     def set_drop_path(self, share: float) -> None:
         """Drop residual branches at `share` of the model's rates from now on."""
@@ -138,16 +147,6 @@ class ParallelModel:
             for layer in stage.layers().values():
                 if isinstance(layer, ResidualBlock):
                     layer.set_drop_path(share)
-
-    def _build_schedule(self, shapes: StageShapes) -> Schedule:
-        """Return the pipeline schedule for images of one size, whose shapes are static."""
-        stages = []
-        for index, stage in self.stages.items():
-            first, *_, last = [self._executions[name] for name in stage.layers()] * 2
-            place = (self.plan.num_stages, *shapes.of_stage(index), self.device, self.pipe.get_group("pp"))
-            passed, given = first.passes_gradient, last.backward != "nothing"
-            stages.append(pipeline_stage(stage, index, *place, passed=passed, given=given))
-        return build_schedule(self.plan, stages, self.batch.microbatches, self.loss)
 
     @property
     def _scales(self) -> bool:
@@ -174,10 +173,7 @@ class ParallelModel:
 
     @property
     def gradient_messages(self) -> list[tuple[dist.ProcessGroup, int]]:
-        """Group and bytes of each gradient all-reduce that a step waits for, in order.
-
-        Reductions by ``fully_shard`` are not included.
-        """
+        """Group and bytes of each gradient all-reduce that a step waits for, in order, but for ``fully_shard``'s."""
         return [*(total.message for total in self._gradient_sums), *self._tensor_sums.messages]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -221,7 +217,7 @@ class ParallelModel:
         over all ranks is the mean loss of the global batch (`global_loss`). Raises ModelError for a model with
         drop-path or dropout and no keys, and for missing side inputs.
         """
-        self._refuse_missing(sides)
+        images = self._as_input(images, sides)
         if self.config.stochastic and keys is None:
             raise ModelError(
                 f"{self.config.name} has drop-path or dropout, whose random numbers depend on the samples: pass keys, "
@@ -231,7 +227,6 @@ class ParallelModel:
             if not stage.training:  # train() walks through every module, which costs host time
                 stage.train()
         self._count, self._measured = self._loss.count(targets, self.batch_size), None
-        images = self._as_input(images)
         with ExitStack() as exit_stack:
             with self.phase("forward" if self._schedule is None else "pipeline"):
                 # With one rank and one micro-batch a gradient is exact in the type that backward computes in.
@@ -266,10 +261,7 @@ class ParallelModel:
 
     @property
     def measured(self) -> Tensor | None:
-        """This rank's part of what the loss measured in the last step (``Loss.measure``); None for nothing.
-
-        The sum over all ranks is that of the global batch.
-        """
+        """This rank's part of what the loss measured in the last step (``Loss.measure``), a sum over ranks; or None."""
         return self._measured if self._measured is None else self._measured / self._sample_replicas
 
     def drop_gradient_sums(self) -> None:
@@ -318,10 +310,9 @@ class ParallelModel:
         images: this rank's `image_rows` of the batch, or None where not `takes_images`. batch: images over all ranks,
         any multiple of `smallest_batch`. sides: as in `forward_backward`. Raises ModelError for missing ones.
         """
-        self._refuse_missing(sides)
-        images = self._as_input(images)
+        images = self._as_input(images, sides)
         with self.low_precision_params.in_place():
-            x = self._evaluation.run(images, batch, sides, self._shapes)
+            x = self._evaluation.run(images, batch, sides, self._given)
         # Only sends of earlier batches: the next batch may start while this one's are still under way.
         self._evaluation.wait(but=len(self.stages))
         return x if self.gives_outputs else None
@@ -332,18 +323,18 @@ class ParallelModel:
             return outputs
         return complete_logits(outputs, self.config.output_shape[-1], self.vocabulary)
 
-    def _as_input(self, x: Tensor | None) -> Tensor | None:
-        """Return the model's input in the precision of the model, unless it has a data type of its own."""
-        return x if x is None or self.config.input.dtype is not None else x.to(self.precision.compute)
+    def _as_input(self, x: Tensor | None, sides: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the model's input in the precision of the model, unless it has a data type of its own.
 
-    def _refuse_missing(self, sides: Mapping[str, Tensor]) -> None:
-        """Raise ModelError if a side input of the model is missing."""
+        Raises ModelError if a side input is missing.
+        """
         needed = {name for name, side in self.config.side_inputs.items() if not side.optional}
         if missing := needed - sides.keys():
             raise ModelError(
                 f"{self.config.name} takes {', '.join(sorted(missing))} besides its input: pass each by its name, "
                 "[batch, …] for all ranks"
             )
+        return x if x is None or self.config.input.dtype is not None else x.to(self.precision.compute)
 
     @property
     def smallest_batch(self) -> int:

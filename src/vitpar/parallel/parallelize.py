@@ -15,23 +15,28 @@ Each layer is wrapped by its own strategy, in this order:
 The optimizer is made after this, and saved weights are loaded after that.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from vitpar.errors import RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.models.initial import initialise
 from vitpar.models.layers import Layer
 from vitpar.models.loss import CrossEntropy, Loss
-from vitpar.parallel.checkpointing import recompute_in_backward
+from vitpar.models.packed_attention import PACKED_ATTENTION
 from vitpar.parallel.data import prefetch, reduce_always, shard, shard_stage
-from vitpar.parallel.float8 import FAST, compute_in_float8, float8_fault, refuse_small
-from vitpar.parallel.mesh import layer_mesh, partial_group, pipeline_mesh, size, tensor_mesh
+from vitpar.parallel.float8 import float8_fault, refuse_small
+from vitpar.parallel.linear import compute_in_float8
+from vitpar.parallel.mesh import layer_mesh, partial_group, pipeline_mesh, sharing_meshes, size, tensor_mesh
 from vitpar.parallel.model import ParallelModel
 from vitpar.parallel.pipeline import StageModule
 from vitpar.parallel.precision import PRECISIONS, Precision, resolve_precision
 from vitpar.parallel.redistribute import Redistribute
-from vitpar.parallel.shared import sharing_meshes, tables
+from vitpar.parallel.shared import tables
 from vitpar.parallel.tensor import PartialGradient, apply_tensor_parallel
 from vitpar.strategy import Plan, Strategy, image_layout, output_layout, stage_layers, stages_of_rank, token_layout
 from vitpar.strategy.execution import Execution, LayerExecution
@@ -103,6 +108,24 @@ def parallelize_checked(
     )
 
 
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+SAVED = {
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten._scaled_mm.default),
+    *(getattr(_aten, f"_scaled_dot_product_{kind}_attention").default for kind in ("flash", "efficient", "cudnn")),
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    PACKED_ATTENTION,
+    # Collectives must be saved, or recomputation would communicate again (upstream: pytorch#166926 and torchtitan's
+    # list of saved operations).
+    _c10d.all_reduce.default,
+    _c10d.all_gather_into_tensor.default,
+    _c10d.reduce_scatter_tensor.default,
+    _c10d.wait_tensor.default,
+}
+"""Operations whose outputs the policy selective of activation checkpointing keeps, besides a layer's input.
+
+All else is recomputed in backward, and everything under the policy full. Random numbers are functions of the sample's
+key (``vitpar.models.keyed_random``), so no generator state is saved.
+"""
 GRAPHS = 8
 """Graphs of one kind of blocks under one strategy: two (training and evaluation) for each of two variants, such as
 windows that are shifted or not, and as many again for batches of another size."""
@@ -141,15 +164,22 @@ def _compute(
     partial_gradients = [gradient for gradient in partial_gradients if gradient.parameter.requires_grad]
     if layer.description.is_block:
         if PRECISIONS[execution.precision].float8:
-            compute_in_float8(name, layer, execution.fp8_min_features, FAST[execution.fp8_fast_accum])
+            compute_in_float8(name, layer, execution.fp8_min_features, execution.fp8_fast_accum)
         if execution.compile and layer.description.compiled:
             # Compile `forward`, not the module: fully_shard's hooks stay outside the graph, and names do not change.
             # Not dynamic: by default the second size that the compiler sees, such as that of a Swin's next stage,
             # becomes symbolic, which costs kernels their constants.
             layer.forward = torch.compile(layer.forward, dynamic=False)
     if strategy.checkpoint and here.backward != "nothing":
-        recompute_in_backward(layer, strategy.checkpoint)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if strategy.checkpoint == "selective":
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        layer.forward = partial(checkpoint, layer.forward, **options)
     return partial_gradients
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _shard(

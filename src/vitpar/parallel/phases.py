@@ -42,7 +42,8 @@ class PhaseClock:
             torch.cuda.synchronize(self._device)
         seconds: dict[str, float] = {}
         for name, begun, ended in self._marks:
-            seconds[name] = seconds.get(name, 0.0) + self._between(begun, ended)
+            elapsed = begun.elapsed_time(ended) / 1e3 if self._device.type == "cuda" else ended - begun
+            seconds[name] = seconds.get(name, 0.0) + elapsed
         self._marks.clear()
         return seconds
 
@@ -52,6 +53,3 @@ class PhaseClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _between(self, begun: Any, ended: Any) -> float:
-        return begun.elapsed_time(ended) / 1e3 if self._device.type == "cuda" else ended - begun

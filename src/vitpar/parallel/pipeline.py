@@ -18,21 +18,39 @@ from vitpar.strategy import ActivationPart, Plan
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
-class _Stage(PipelineStage):
-    """Pipeline stage that opens connections to other ranks only, and skips what frozen layers make needless.
+class Stage(PipelineStage):
+    """Stage `index` of `count` that opens connections to other ranks only, and skips what frozen layers make needless.
 
-    passed: whether the input has a gradient, so that it is sent back.
+    takes: meta tensor with the shape and dtype of the stage's input for one micro-batch.
+    gives: the same of its output.
+    passed: whether the input has a gradient, so that it is sent back; None for that of every stage but the first, which
+        takes images.
     given: whether the output has one; without it there is no backward.
+
+    upstream: without `input_args` and `output_args` the first step, and each switch between training and evaluation,
+    runs a real extra forward of every stage to infer them.
     """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        count: int,
+        takes: Tensor,
+        gives: Tensor,
+        device: torch.device,
+        group: ProcessGroup,
+        *,
+        passed: bool | None = None,
+        given: bool = True,
+    ) -> None:
+        self._passed, self._given = index > 0 if passed is None else passed, given
+        self._losses: dict[int, Tensor | None] = {}  # of micro-batches whose backward was put off
+        inside, outside = (takes.requires_grad_(self._passed),), (gives.requires_grad_(given),)
+        super().__init__(module, index, count, device, input_args=inside, output_args=outside, group=group)
 
     # upstream: in torch 2.11 the first step of a schedule sends a number between neighbouring stages to connect them.
     # In a V-shaped schedule two neighbours can be on one rank, and gloo cannot send to its own rank.
-
-    def __init__(self, *args: Any, passed: bool, given: bool, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._passed, self._given = passed, given
-        self._losses: dict[int, Tensor | None] = {}  # of micro-batches whose backward was put off
-
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         own = self.stage_index_to_group_rank[self.stage_index]
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
@@ -71,42 +89,6 @@ class _Stage(PipelineStage):
         elif self._given:
             super().backward_one_chunk(bwd_chunk_id, self._losses.pop(bwd_chunk_id), True, last_backward)
             del self.bwd_cache[bwd_chunk_id]
-
-
-def pipeline_stage(
-    module: nn.Module,
-    index: int,
-    count: int,
-    takes: Tensor,
-    gives: Tensor,
-    device: torch.device,
-    group: ProcessGroup,
-    *,
-    passed: bool | None = None,
-    given: bool = True,
-) -> PipelineStage:
-    """Return stage `index` of `count`.
-
-    takes: meta tensor with the shape and dtype of the stage's input for one micro-batch.
-    gives: the same of its output.
-    passed: whether the stage's input has a gradient; None for that of every stage but the first, which takes images.
-    given: whether its output has one.
-
-    upstream: without `input_args` and `output_args` the first step, and each switch between training and evaluation,
-    runs a real extra forward of every stage to infer them.
-    """
-    passed = index > 0 if passed is None else passed
-    return _Stage(
-        module,
-        index,
-        count,
-        device,
-        input_args=(takes.requires_grad_(passed),),
-        output_args=(gives.requires_grad_(given),),
-        group=group,
-        passed=passed,
-        given=given,
-    )
 
 
 def build_schedule(

@@ -47,31 +47,29 @@ def _exchange(x: Tensor, source: Layout, target: Layout, width: int, group: Proc
     given, taken, anything = _pieces(source, target, batch, width, me)
     rows, features = target[me].row_range(batch), target[me].feature_range(width)
     out = x.new_empty(len(rows), x.shape[1], len(features))
-    kept = given.get(me)
-    if kept is not None:
-        _piece(out, taken[me]).copy_(_piece(x, kept))
+    if me in given:
+        out[taken[me]] = x[given[me]]
     # Equal on all ranks. If any two ranks exchange something, ranks with nothing to send must join the collective, too.
     if not anything:
         return out
     others = [rank for rank in range(len(source)) if rank != me]
-    sent = [_piece(x, given[rank]).flatten() for rank in others if rank in given]
-    outgoing = torch.cat(sent) if sent else x.new_empty(0)
-    sizes = {rank: _elements(taken[rank]) * x.shape[1] for rank in others if rank in taken}
-    incoming = x.new_empty(sum(sizes.values()))
+    sent = {rank: x[given[rank]].flatten() for rank in others if rank in given}
+    places = {rank: out[taken[rank]] for rank in others if rank in taken}
+    incoming = x.new_empty(sum(place.numel() for place in places.values()))
     dist.all_to_all_single(
         incoming,
-        outgoing,
-        [sizes.get(rank, 0) for rank in range(len(source))],
-        [_elements(given[rank]) * x.shape[1] if rank != me and rank in given else 0 for rank in range(len(source))],
+        torch.cat(list(sent.values())) if sent else x.new_empty(0),
+        [places[rank].numel() if rank in places else 0 for rank in range(len(source))],
+        [sent[rank].numel() if rank in sent else 0 for rank in range(len(source))],
         group=group,
     )
-    for (rank, _), piece in zip(sizes.items(), incoming.split(list(sizes.values())), strict=True):
-        place = _piece(out, taken[rank])
+    for place, piece in zip(places.values(), incoming.split([place.numel() for place in places.values()]), strict=True):
         place.copy_(piece.view_as(place))
     return out
 
 
-_Piece = tuple[slice, slice]
+_Piece = tuple[slice, slice, slice]
+"""Index of a part of [batch, tokens, features]."""
 
 
 @lru_cache(maxsize=64)
@@ -94,13 +92,6 @@ def _slices(part: ActivationPart, rows: range, features: range, batch: int, widt
     first_row, first_feature = part.row_range(batch).start, part.feature_range(width).start
     return (
         slice(rows.start - first_row, rows.stop - first_row),
+        slice(None),
         slice(features.start - first_feature, features.stop - first_feature),
     )
-
-
-def _piece(x: Tensor, at: _Piece) -> Tensor:
-    return x[at[0], :, at[1]]
-
-
-def _elements(at: _Piece) -> int:
-    return (at[0].stop - at[0].start) * (at[1].stop - at[1].start)

@@ -25,9 +25,6 @@ from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
 from vitpar.models.layers import Layer
 from vitpar.parallel.data import local_gradient
-from vitpar.parallel.mesh import stages_mesh
-from vitpar.strategy import Plan
-from vitpar.strategy.stages import sharing_places
 
 
 def tables(layer: Layer) -> set[nn.Parameter]:
@@ -36,22 +33,11 @@ def tables(layer: Layer) -> set[nn.Parameter]:
     return {parameter for name, parameter in layer.named_parameters() if name in names}
 
 
-def sharing_meshes(config: ModelConfig, plan: Plan, device_type: str) -> dict[str, DeviceMesh | None]:
-    """Return a mesh (shared, stage) of the stages that hold each shared parameter, by the owner's name.
-
-    None for a parameter within one pipeline rank. Collective over all ranks. Tables are left out.
-    """
-    return {
-        owner: stages_mesh(plan, places, device_type) if len(places) > 1 else None
-        for owner, places in sharing_places(config, plan).items()
-    }
-
-
 class SharedSums:
     """Sums of the gradients of shared parameters and tables, after all other reductions of a step.
 
     parameters: this rank's, by name.
-    meshes: return value of `sharing_meshes`.
+    meshes: return value of ``vitpar.parallel.mesh.sharing_meshes``.
     frozen: names of the parameters that are not trained: a shared one in all of its layers, or in none.
     dtype: that of parameters.
     """
@@ -86,10 +72,8 @@ class SharedSums:
             if mesh is not None:
                 dist.all_reduce(total, group=mesh.get_group("shared"))
             _give(holders, total)
-        if self._tables:
-            self._sum_tables()
-
-    def _sum_tables(self) -> None:
+        if not self._tables:
+            return
         own = [_sum(holders) if holders else zeros for holders, zeros in zip(self._tables, self._zeros, strict=True)]
         message = torch.cat([gradient.flatten() for gradient in own])
         all_reduce_(message)

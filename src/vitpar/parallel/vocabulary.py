@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from vitpar.models.bases import LOSS_CHUNK
+from vitpar.models.compiled import wide
 from vitpar.models.config import IGNORED
-from vitpar.models.text import LOSS_CHUNK
 from vitpar.parallel.collective import all_gather, all_reduce
 
 
@@ -53,7 +54,7 @@ def first_hits(logits: Tensor, targets: Tensor, part: VocabularyPart | None = No
     if part is None:
         return logits.argmax(-1) == targets
     largest, ids = logits.max(-1)
-    largest = largest.to(_wide(logits.dtype))
+    largest = largest.to(wide(logits))
     best = all_reduce(largest, part.group, "max")
     ids = torch.where(largest == best, ids + part.start, torch.iinfo(ids.dtype).max)
     return all_reduce(ids, part.group, "min") == targets
@@ -81,7 +82,7 @@ class _TokenLosses(torch.autograd.Function):
         # IGNORED is negative: on no rank.
         inside = (ids >= 0) & (ids < logits.shape[1])
         ids = ids.masked_fill(~inside, 0)
-        largest = logits.amax(1).to(_wide(logits.dtype))
+        largest = logits.amax(1).to(wide(logits))
         if part:
             largest = all_reduce(largest, part.group, "max")
         sums = largest.new_empty(2, len(largest))
@@ -115,8 +116,3 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     rows = max(1, LOSS_CHUNK // logits.shape[1])
     for start in range(0, len(logits), rows):
         yield slice(start, start + rows)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which sums over logits of `dtype` are computed."""
-    return torch.float64 if dtype is torch.float64 else torch.float32

@@ -1,7 +1,7 @@
 """Summary of a plan applied to a model. No devices, data or process group are needed.
 
 Communication is listed by mesh axis and flag, as in the tables of ``vitpar.models.roles``, ``vitpar.parallel.data``
-and ``vitpar.parallel.checkpointing``. Counts are those of one block for one micro-batch.
+and ``vitpar.parallel.parallelize``. Counts are those of one block for one micro-batch.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def layer_modules(config: ModelConfig, plan: Plan) -> list[Summary]:
     """Return the tensor-parallel plan of each kind of layer, module by module: what ``parallelize_module`` applies.
 
     A record has the names of layers of one kind under one strategy, and a row for each of their modules: its role
-    (``vitpar.models.roles``) and style (``vitpar.parallel.styles``), the placements of its weight and bias, and the
+    (``vitpar.models.roles``) and style (``vitpar.parallel.tensor``), the placements of its weight and bias, and the
     collectives before and after its product, in forward / in backward; empty for what it does not have.
     """
     layers: dict[tuple[str, Strategy], list[str]] = {}

@@ -1,6 +1,6 @@
 """Collectives of a layer along the tensor axes for each micro-batch: operation, group, size, by mode and role.
 
-The exchanges are those of ``vitpar.models.roles``, by which ``vitpar.parallel.styles`` computes too. Tests compare them
+The exchanges are those of ``vitpar.models.roles``, by which ``vitpar.parallel.tensor`` computes too. Tests compare them
 with the communication of a real step, operation by operation.
 """
 

@@ -87,7 +87,7 @@ class MAE(Task):
 
     def reference_targets(self, images: Tensor, keys: Tensor, config: ModelConfig) -> Tensor:
         """Return what `local_targets` returns, by loops over images and patches."""
-        from vitpar.models.mae.masking import masking_noise
+        from vitpar.models.mae.layers import masking_noise
 
         config = _mae(config)
         p, side = config.patch_size, config.image_size // config.patch_size
@@ -137,7 +137,7 @@ def _patches(images: Tensor, keys: Tensor, config: ModelConfig) -> tuple[Tensor,
     """
     from einops import rearrange
 
-    from vitpar.models.mae.masking import masked
+    from vitpar.models.mae.layers import masked
 
     c = _mae(config)
     pixels = rearrange(images, "b c (h p) (w q) -> b (h w) (p q c)", p=c.patch_size, q=c.patch_size)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vitpar.models.text import LOSS_CHUNK
+from vitpar.models.bases import LOSS_CHUNK
 from vitpar.parallel.collective import all_reduce
 from vitpar.parallel.vocabulary import VocabularyPart
 

@@ -21,11 +21,11 @@ from vitpar.checkpoint.index import INDEX
 from vitpar.data.classes import NamedClasses
 from vitpar.errors import ModelError, RecipeError
 from vitpar.models.config import ModelConfig
+from vitpar.models.description import MadeTensor
 from vitpar.models.families import model_config
 from vitpar.models.initial import copy_whole_, initialise
 from vitpar.models.layers import PlainModel
 from vitpar.models.lora import LoRA, adapters_of
-from vitpar.models.rows import MadeTensor
 from vitpar.parallel import ParallelModel
 from vitpar.recipe import Recipe
 from vitpar.recipe.file import read_section
@@ -35,8 +35,8 @@ from vitpar.training.hub_weights import local_weights
 from vitpar.training.optim.average import EMA
 from vitpar.training.saving.resume import weights_folder
 from vitpar.weights.adapters import read_adapters
-from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
+from vitpar.weights.images import read_class_names
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, grid_of, resampled, resized
 
 _OF_THE_RUN = (

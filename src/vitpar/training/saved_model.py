@@ -61,8 +61,8 @@ class SavedModel:
         None for no names, or no classes. Raises DataError for names that do not fit, and a task without predictions.
         """
         from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
-        from vitpar.weights.classes import read_class_names
         from vitpar.weights.folder import RECIPE
+        from vitpar.weights.images import read_class_names
 
         if not (task := self.task()).PREDICTS:
             raise DataError(
@@ -86,7 +86,7 @@ class SavedModel:
         """
         from vitpar.data.classes import match_classes
         from vitpar.data.shards.shard_set import ShardSet
-        from vitpar.weights.classes import read_class_names
+        from vitpar.weights.images import read_class_names
 
         if not self.task().OUTPUTS_ARE_LABELS:
             return images, None

@@ -31,8 +31,8 @@ from vitpar.tasks.task import StepInput
 from vitpar.tasks.teacher import Teacher
 from vitpar.text import divisors, shown
 from vitpar.training.saving.resume import weights_folder
-from vitpar.weights.classes import read_class_names
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
+from vitpar.weights.images import read_class_names
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from torch import Tensor
 from vitpar.errors import DataError
 from vitpar.limits import MAX_MEASURE, MAX_WIDTH
 from vitpar.models.config import ModelConfig
-from vitpar.models.convert import parameters_of
+from vitpar.models.description import MadeTensor
 from vitpar.models.lora import A, B, LoRA
-from vitpar.models.rows import MadeTensor
 from vitpar.records import first_wrong
 from vitpar.text import count, shown
 from vitpar.weights.exporting import Format
@@ -111,7 +110,7 @@ def _place(tensor: MadeTensor, config: ModelConfig) -> _Place | None:
 def _places(config: ModelConfig, format_name: Format | None) -> dict[str, _Place]:
     """Return the places of a library's vectors and matrices by its modules' names; None stands for vitpar's own."""
     if format_name is None:
-        return {name: place for name in parameters_of(config) if (place := _place(MadeTensor((name,)), config))}
+        return {name: place for name in config.shapes if (place := _place(MadeTensor((name,)), config))}
     made = FAMILIES[config.FAMILY].exported(config, format_name)
     places, patterns = dict[str, _Place](), _MODULES.get(str(made.config.get("model_type")), ())
     for theirs, tensor in made.tensors.items():
@@ -176,20 +175,38 @@ def adapter_files(
     }
 
 
-@dataclass(frozen=True)
 class _Opened:
-    """Files of peft."""
+    """Files of peft in a folder. Raises DataError for anything but plain LoRA.
 
-    folder: Path
-    """Their folder."""
-    settings: _Settings
-    """Content of adapter_config.json."""
-    shards: Shards
-    """Tensors."""
-    adapters: tuple[str, ...]
-    """Names of the adapted linear layers."""
-    others: tuple[str, ...]
-    """Names of complete parameters."""
+    adapters: names of the adapted linear layers.
+    others: names of complete parameters.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            self.settings = settings = _Settings.model_validate(read_object(folder / SETTINGS))
+        except ValidationError as error:
+            raise DataError(f"'{folder / SETTINGS}' cannot be read: {first_wrong(error)}") from None
+        unusual = {
+            f"peft_type {shown(settings.peft_type)}": settings.peft_type != "LORA",
+            "use_dora": settings.use_dora,
+            "fan_in_fan_out": settings.fan_in_fan_out,
+            "lora_bias": settings.lora_bias,
+            "rank_pattern": bool(settings.rank_pattern),
+            "alpha_pattern": bool(settings.alpha_pattern),
+        }
+        if what := next((name for name, there in unusual.items() if there), None):
+            raise DataError(f"'{folder / SETTINGS}' has {what}, which vitpar does not support: merge it with peft")
+        self.folder, self.shards = folder, Shards(folder, [TENSORS])
+        if other := next((name for name in self.shards.shapes if not name.startswith(_PREFIX)), None):
+            raise DataError(f"{shown(other)} in '{folder / TENSORS}' does not begin with {_PREFIX}: use a file of peft")
+        names = [name.removeprefix(_PREFIX) for name in self.shards.shapes]
+        adapters = dict.fromkeys(name.removesuffix(f"{A}.weight") for name in names if name.endswith(f"{A}.weight"))
+        pairs = {f"{name}{end}.weight" for name in adapters for end in (A, B)}
+        if not adapters or (lacking := sorted(pairs - {*names})):
+            what = f"lacks {listed(lacking)}" if adapters else "has no adapters of linear layers"
+            raise DataError(f"'{folder / TENSORS}' {what}: use a file of peft")
+        self.adapters, self.others = tuple(adapters), tuple(name for name in names if name not in pairs)
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor by its name without peft's prefix, float32. Raises DataError."""
@@ -232,34 +249,6 @@ class _Opened:
             )
 
 
-def _opened(folder: Path) -> _Opened:
-    """Open the files of peft in `folder`. Raises DataError for anything but plain LoRA."""
-    try:
-        settings = _Settings.model_validate(read_object(folder / SETTINGS))
-    except ValidationError as error:
-        raise DataError(f"'{folder / SETTINGS}' cannot be read: {first_wrong(error)}") from None
-    unusual = {
-        f"peft_type {shown(settings.peft_type)}": settings.peft_type != "LORA",
-        "use_dora": settings.use_dora,
-        "fan_in_fan_out": settings.fan_in_fan_out,
-        "lora_bias": settings.lora_bias,
-        "rank_pattern": bool(settings.rank_pattern),
-        "alpha_pattern": bool(settings.alpha_pattern),
-    }
-    if what := next((name for name, there in unusual.items() if there), None):
-        raise DataError(f"'{folder / SETTINGS}' has {what}, which vitpar does not support: merge it with peft")
-    shards = Shards(folder, [TENSORS])
-    if other := next((name for name in shards.shapes if not name.startswith(_PREFIX)), None):
-        raise DataError(f"{shown(other)} in '{folder / TENSORS}' does not begin with {_PREFIX}: use a file of peft")
-    names = [name.removeprefix(_PREFIX) for name in shards.shapes]
-    adapters = dict.fromkeys(name.removesuffix(f"{A}.weight") for name in names if name.endswith(f"{A}.weight"))
-    pairs = {f"{name}{end}.weight" for name in adapters for end in (A, B)}
-    if not adapters or (lacking := sorted(pairs - {*names})):
-        what = f"lacks {listed(lacking)}" if adapters else "has no adapters of linear layers"
-        raise DataError(f"'{folder / TENSORS}' {what}: use a file of peft")
-    return _Opened(folder, settings, shards, tuple(adapters), tuple(name for name in names if name not in pairs))
-
-
 def read_adapters(folder: Path, config: LoRA) -> dict[str, Tensor]:
     """Return parameters of a model with adapters from files of peft by vitpar's names, unsharded, in float32.
 
@@ -268,7 +257,7 @@ def read_adapters(folder: Path, config: LoRA) -> dict[str, Tensor]:
     Raises DataError for files of another model, rank or kind, and for adapters of separate queries, keys and values
     with different A.
     """
-    opened = _opened(folder)
+    opened = _Opened(folder)
     if opened.settings.r != config.rank:
         raise DataError(f"the adapters in '{folder}' have rank {opened.settings.r}: set lora.rank to it")
     places = _fitting(opened, config.whole)
@@ -308,7 +297,7 @@ def _fitting(opened: _Opened, config: ModelConfig) -> dict[str, _Place]:
     Raises DataError for tensors that the model lacks, and for files that lack what their settings list.
     """
     wanted = [*(f"{name}.weight" for name in opened.adapters), *opened.others]
-    known = {name: MadeTensor((name,)) for name in parameters_of(config)}
+    known = {name: MadeTensor((name,)) for name in config.shapes}
     found = {name: known[name] for name in wanted if name in known}
     spelled: Callable[[str], str] = str
     for format_name, library in FAMILIES[config.FAMILY].libraries.items() if config.FAMILY in FAMILIES else ():
@@ -330,7 +319,7 @@ def merging(source: ForeignWeights, folder: Path) -> ForeignWeights:
 
     Raises DataError for adapters of other weights.
     """
-    opened = _opened(folder)
+    opened = _Opened(folder)
     weights = {f"{name}.weight": name for name in opened.adapters}
     if missing := sorted(({*weights} | {*opened.others}) - source.shapes.keys()):
         raise DataError(

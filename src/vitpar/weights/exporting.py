@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from vitpar.checkpoint.index import CONFIG
 from vitpar.errors import DataError
-from vitpar.models.config import ModelConfig
-from vitpar.models.convert import Exported
-from vitpar.models.rows import MadeTensor
-from vitpar.weights.folder import Weights, parameter_shapes, write_weights
+from vitpar.models.description import MadeTensor
+from vitpar.weights.folder import Weights, write_weights
 from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.images import image_files, image_settings
 from vitpar.weights.shards import listed
@@ -56,15 +54,27 @@ def export_weights(
     not empty and if writing fails.
     """
     if weights.config.FAMILY not in FAMILIES and weights.config.pretrained is not None:
-        weights = _backbone(weights)
+        # The model that pretraining was for, with a classifier of zeros.
+        config, tensors, whole = *weights.config.pretrained, weights
+        weights = Weights(
+            weights.folder,
+            config,
+            lambda name: _made(tensors[name], whole) if name in tensors else torch.zeros(config.shape(name)),
+        )
     family = FAMILIES.get(weights.config.FAMILY)
     if family is None:
         raise DataError(
             f"{weights.config.name} is a model of your own, which {format} does not have: use --format vitpar"
         )
     made = family.exported(weights.config, format)
-    shapes = parameter_shapes(weights.config, most=weights.config.num_blocks)
-    _refuse_other_parameters(weights.config, made, shapes, format)
+    shapes = weights.config.shapes
+    # The refusals of each format list single parts; this covers their combinations.
+    used = {name for tensor in (*made.tensors.values(), *made.classifier.values()) for name in tensor.names}
+    if other := sorted(used ^ shapes.keys()):
+        raise DataError(
+            f"no model of {format} has the parts of {weights.config.name} together: it cannot hold {listed(other)}, "
+            "so use --format vitpar"
+        )
     sizes = {
         name: 4 * sum(torch.Size(shapes[ours]).numel() for ours in tensor.names)
         for name, tensor in made.tensors.items()
@@ -84,32 +94,6 @@ def export_weights(
         progress=progress,
     )
     return ExportedWeights(files, list(made.notes))
-
-
-def _backbone(weights: Weights) -> Weights:
-    """Return the weights of the model that pretraining was for, with a classifier of zeros."""
-    assert weights.config.pretrained is not None
-    config, tensors = weights.config.pretrained
-
-    def read(name: str) -> Tensor:
-        return _made(tensors[name], weights) if name in tensors else torch.zeros(config.shape(name))
-
-    return replace(weights, config=config, read=read)
-
-
-def _refuse_other_parameters(
-    config: ModelConfig, made: Exported, shapes: Mapping[str, tuple[int, ...]], format: Format
-) -> None:
-    """Raise DataError if the export would leave out a parameter, or needs one that the model lacks.
-
-    The refusals of each format list single parts; this check covers their combinations.
-    """
-    used = {name for tensor in (*made.tensors.values(), *made.classifier.values()) for name in tensor.names}
-    if other := sorted(used ^ shapes.keys()):
-        raise DataError(
-            f"no model of {format} has the parts of {config.name} together: it cannot hold {listed(other)}, so use "
-            "--format vitpar"
-        )
 
 
 def _made(tensor: MadeTensor, weights: Weights) -> Tensor:

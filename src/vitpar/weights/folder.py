@@ -93,7 +93,11 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str, class_names: S
     for parameter_name, parameter in model.named_parameters():
         if parameter_name in model.config.shared:
             continue  # equal to its owner
-        value = _whole(parameter, model.device)
+        value: Tensor = parameter
+        if isinstance(parameter, DTensor):
+            # An offloaded parameter is in host memory: it is copied to the device of the mesh's process groups first.
+            there = parameter._local_tensor.to(model.device)
+            value = DTensor(there, parameter._spec, requires_grad=False).full_tensor()
         if leader:
             whole[parameter_name] = value.detach().cpu().contiguous()
     adapters = {key: whole.pop(key) for key in adapters_of(model.config) & whole.keys()}
@@ -106,21 +110,11 @@ def save_weights(model: ParallelModel, folder: Path, recipe: str, class_names: S
         weight_map = {key: file for part in files for key, file in part.items()}
         texts = {CONFIG: json.dumps(config_to_json(model.config.unadapted), indent=1), RECIPE: recipe}
         names = {} if class_names is None else {CLASSES: json.dumps(class_names)}
-        _write_others(half, {INDEX: _index(weight_map), **texts, **names})
+        _write_others(half, {**texts, **names}, weight_map)
     barrier()
     if dist.get_rank() == 0:
         publish(folder)
     barrier()
-
-
-def _whole(parameter: Tensor, device: torch.device) -> Tensor:
-    """Return the unsharded parameter. Collective over its mesh.
-
-    device: device of the mesh's process groups. An offloaded parameter is in host memory and is copied there first.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return DTensor(parameter._local_tensor.to(device), parameter._spec, requires_grad=False).full_tensor()
 
 
 def refuse_used(folder: Path) -> None:
@@ -161,7 +155,7 @@ def write_weights(
         filled += size
     files, done = dict[str, str](), 0
     alone = plain and len(shards) == 1
-    with _new_folder(folder) as half:
+    with new_folder(folder) as half:
         for number, inside in enumerate(shards, start=1):
             file = SINGLE if alone else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             whole = {}
@@ -171,22 +165,19 @@ def write_weights(
                 progress(done, len(sizes))
             _save(whole, half / file)
             files |= dict.fromkeys(whole, file)
-        _write_others(half, others if alone else {INDEX: _index(files), **others})
+        _write_others(half, others, None if alone else files)
     return [folder / file for file in dict.fromkeys(files.values())]
 
 
 def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> list[Path]:
-    """Write files to the new `folder` atomically, from a single process, and return them.
-
-    Raises CheckpointError for a folder that is not empty and if writing fails.
-    """
-    with _new_folder(folder) as half:
+    """Write files to the new `folder` atomically, and return them. Raises CheckpointError if that fails."""
+    with new_folder(folder) as half:
         _write_others(half, contents)
     return [folder / name for name in contents]
 
 
 @contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: Path) -> Iterator[Path]:
     """Yield the folder in which the context writes `folder`, which appears after the context.
 
     Raises CheckpointError for a folder that is not empty and if writing fails.
@@ -202,11 +193,12 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial(folder), ignore_errors=True)
 
 
-def _index(weight_map: Mapping[str, str]) -> str:
-    return json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1)
-
-
-def _write_others(folder: Path, contents: Mapping[str, str | bytes]) -> None:
+def _write_others(
+    folder: Path, contents: Mapping[str, str | bytes], weight_map: Mapping[str, str] | None = None
+) -> None:
+    """Write files, and the index of the file of each tensor if there is a `weight_map`."""
+    if weight_map is not None:
+        contents = {INDEX: json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1), **contents}
     for name, content in contents.items():
         with writing(folder / name):
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
@@ -311,7 +303,7 @@ def open_weights(folder: Path) -> Weights:
     config = _saved_config(folder)
     if (folder / CHECKPOINT_INDEX).exists():
         checkpoint = Checkpoint.open(folder)
-        prefix = _best(checkpoint)
+        prefix = _prefix(checkpoint)
         if wrong := damage(folder, checkpoint.index.files, only_sizes=True):
             raise CheckpointError(f"the checkpoint '{folder}' is damaged: {wrong}")
         tensors = checkpoint.index.tensors.items()
@@ -345,7 +337,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def parameter_shapes(config: ModelConfig, most: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a model, by name, without allocating any; of shared ones, the owner's.
+    """Return `ModelConfig.shapes` of a configuration that is not trusted, without allocating any parameter.
 
     most: number of tensors that exist, which limits the depth.
 
@@ -355,12 +347,7 @@ def parameter_shapes(config: ModelConfig, most: int) -> dict[str, tuple[int, ...
         raise DataError(
             f"the depth of {config.name} is {config.num_blocks:,} but it has only {most:,} tensors: do not use it"
         )
-    return {
-        f"{layer.name}.{name}": shape
-        for layer in config.layers.values()
-        for name, shape in layer.parameters.items()
-        if f"{layer.name}.{name}" not in config.shared
-    }
+    return config.shapes
 
 
 @torch.no_grad()
@@ -377,16 +364,15 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
     wanted = {name: p for name, p in model.named_parameters() if name not in without}
     if (folder / CHECKPOINT_INDEX).exists():
         checkpoint = Checkpoint.open_whole(folder)
-        prefix = _best(checkpoint)
+        prefix = _prefix(checkpoint)
         if isinstance(_saved_config(folder), LoRA):
             weights = _weights_in(checkpoint, prefix)
             for name, parameter in wanted.items():
                 copy_whole_(parameter, weights.read(model.config.owner(name)))
-            model.parameters_changed()
-            return
-        owners = {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in model.config.shared.items()}
-        named = {f"{prefix}{name}": p.detach() for name, p in wanted.items()}
-        load_tensors(folder, named, checkpoint.index, owners)
+        else:
+            owners = {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in model.config.shared.items()}
+            named = {f"{prefix}{name}": p.detach() for name, p in wanted.items()}
+            load_tensors(folder, named, checkpoint.index, owners)
         model.parameters_changed()
         return
     shards = Shards.indexed(folder, INDEX)
@@ -402,17 +388,14 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
     model.parameters_changed()
 
 
-def _prefix(checkpoint: Checkpoint, averages: bool | None) -> str:
+def _prefix(checkpoint: Checkpoint, averages: bool | None = None) -> str:
     """Return the name prefix of the parameters, or of their running averages.
 
-    averages: which of them; None for those that evaluate best. Raises CheckpointError if there are no averages.
+    averages: which of them; None for those that evaluate best, the averages if there are any.
+
+    Raises CheckpointError if there are no averages.
     """
-    prefix = _best(checkpoint) if averages is None else AVERAGES if averages else PARAMETERS
-    if not any(name.startswith(prefix) for name in checkpoint.index.tensors):
+    averaged = any(name.startswith(AVERAGES) for name in checkpoint.index.tensors)
+    if averages and not averaged:
         raise CheckpointError(f"'{checkpoint.path}' has no running averages: use averages=False")
-    return prefix
-
-
-def _best(checkpoint: Checkpoint) -> str:
-    """Return the name prefix of the tensors that evaluate best: the running averages if there are any."""
-    return AVERAGES if any(name.startswith(AVERAGES) for name in checkpoint.index.tensors) else PARAMETERS
+    return AVERAGES if averaged and averages is not False else PARAMETERS

@@ -64,12 +64,10 @@ def hub_name(text: str) -> HubName | None:
     return HubName(match[1], match[2])
 
 
-def fetch(name: HubName, *, offline: bool = False) -> Path:
+def fetch(name: HubName) -> Path:
     """Download weights into huggingface_hub's cache, and return their folder, whose name is the commit.
 
-    offline: use only what is in the cache. That also happens if the hub cannot be reached.
-
-    Raises DataError.
+    Only the cache is used if the hub cannot be reached, or with HF_HUB_OFFLINE. Raises DataError.
     """
     try:
         import huggingface_hub as hub
@@ -77,8 +75,6 @@ def fetch(name: HubName, *, offline: bool = False) -> Path:
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
     except ImportError:
         raise DataError(f"{name} needs huggingface_hub: pip install -e '.[hub]'") from None
-    if offline:
-        return _cached(hub, name, "it was not asked")
     try:
         info = hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True)
     except GatedRepoError:
@@ -118,17 +114,15 @@ def imported(
     name: HubName,
     parent: Path,
     *,
-    offline: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Path, list[str]]:
     """Return the folder in `parent` with the imported weights, and sentences for the user if they were imported now.
 
-    offline: as in `fetch`.
     progress: callback (tensors done, tensors in total).
 
     Raises DataError, also for weights that need decisions which only `vitpar checkpoint import` offers.
     """
-    source = fetch(name, offline=offline)
+    source = fetch(name)
     folder = parent / f"{name.repo.replace('/', '--')}@{source.name[:12]}"
     from vitpar.weights.importing import import_weights
 
@@ -226,12 +220,7 @@ class _Bounded:
 
 
 def _cached(hub: Any, name: HubName, reason: str) -> Path:
-    """Return the folder of weights that were downloaded before.
-
-    reason: why the hub was not asked.
-
-    Raises DataError.
-    """
+    """Return the folder of weights that were downloaded before. reason: why the hub was not asked. Raises DataError."""
     words = (
         f"{name} was not downloaded before and the hub cannot be reached ({reason}): connect, or copy the model here"
     )

@@ -19,16 +19,16 @@ from vitpar.checkpoint.index import CLASSES, CONFIG, RECIPE
 from vitpar.errors import DataError, ModelError
 from vitpar.models.config import ModelConfig, field_names
 from vitpar.models.convert import refuse_other_fields, shapes_of
+from vitpar.models.description import MadeTensor
 from vitpar.models.families import config_from_json, config_to_json, family_of, model_config
 from vitpar.models.initial import initial_value
-from vitpar.models.rows import MadeTensor, Shapes
+from vitpar.models.rows import Shapes
 from vitpar.weights.adapters import merging
 from vitpar.weights.folder import parameter_shapes, refuse_used, write_weights
-from vitpar.weights.foreign import FAMILIES, OWN, recognised
+from vitpar.weights.foreign import FAMILIES, OWN, recognised, unwrapped
 from vitpar.weights.images import IMAGENET, read_image_hints
 from vitpar.weights.shards import refuse_other_shapes
 from vitpar.weights.sources import open_source
-from vitpar.weights.unwrapping import unwrapped
 
 SHARD_BYTES = 5 * 10**9
 """Default maximum of bytes of tensors in a file."""
@@ -92,7 +92,9 @@ def import_weights(
         format_name, there = "vitpar", own_config(path, source.shapes, said, model)
         made = {name: MadeTensor((name,)) for name in source.shapes}
     else:
-        family, found = recognised(path, source.shapes, classifies=_classifies(classes, model))
+        # A classifier is wanted: its classes are given, or a model that has one is named.
+        classifies = classes is not None or (model is not None and "num_classes" in field_names(family_of(model)))
+        family, found = recognised(path, source.shapes, classifies=classifies)
         format_name, there = found.format, family.infer_config(path, found, family.said(said), model)
         made, notes = family.parts(found, there), [*notes, *found.notes]
     notes += hinted.notes
@@ -121,17 +123,16 @@ def import_weights(
         notes.append(f"the classifier of {classes:,} classes is newly initialised ({was})")
     if config.image_size != there.image_size:
         notes.append(resized(there, config))
-    shapes = parameter_shapes(config, most=len(source.shapes) + len(CLASSIFIERS))
 
     def read(name: str) -> Tensor:
         if name in reset:
-            return initial_value(name, torch.Size(shapes[name]), 0, config)
+            return initial_value(name, torch.Size(config.shapes[name]), 0, config)
         part = made[name]
         whole = part.make(*map(source.read, part.names)).float()
         if not whole.isfinite().all():
             raise DataError(f"{' and '.join(part.names)} in '{path}' has non-finite numbers: do not use it")
         if name == POSITIONS and config.image_size != there.image_size:
-            whole = resampled(whole, *grid_of(config, shapes[name]))
+            whole = resampled(whole, *grid_of(config, config.shapes[name]))
         return whole.clone(memory_format=torch.contiguous_format)
 
     texts = {
@@ -142,7 +143,7 @@ def import_weights(
         texts[CLASSES] = json.dumps(hinted.class_names)
     files = write_weights(
         folder,
-        {name: 4 * torch.Size(shape).numel() for name, shape in shapes.items()},
+        {name: 4 * torch.Size(shape).numel() for name, shape in config.shapes.items()},
         read,
         others=texts,
         shard_bytes=shard_bytes,
@@ -177,18 +178,12 @@ def own_config(path: Path, shapes: Shapes, said: Mapping[str, Any], model: str |
     return config or named
 
 
-def _classifies(classes: int | None, model: str | None) -> bool:
-    """Return whether a classifier is wanted: its classes are given, or a model that has one is named."""
-    return classes is not None or (model is not None and "num_classes" in field_names(family_of(model)))
-
-
 def resized(before: ModelConfig, after: ModelConfig) -> str:
     """Return a sentence for the user on what changes with the size of the images.
 
     Raises DataError if parameters would need other shapes that nothing can interpolate.
     """
-    shapes = [parameter_shapes(config, config.num_blocks) for config in (before, after)]
-    others = [name for name, shape in shapes[0].items() if shape != shapes[1][name] and name not in CLASSIFIERS]
+    others = [name for name, shape in before.shapes.items() if shape != after.shapes[name] and name not in CLASSIFIERS]
     pixels = f"images have {after.image_size} pixels instead of {before.image_size}"
     if not others:
         return pixels
@@ -197,17 +192,14 @@ def resized(before: ModelConfig, after: ModelConfig) -> str:
             f"{others[0]} of {before.name} cannot be resized to images of {after.image_size} pixels: keep images of "
             f"{before.image_size}"
         )
-    sides = [grid_of(config, shape[POSITIONS])[1] for config, shape in zip((before, after), shapes, strict=True)]
+    sides = [grid_of(config, config.shapes[POSITIONS])[1] for config in (before, after)]
     return (
         f"position embeddings are interpolated from {sides[0]}x{sides[0]} to {sides[1]}x{sides[1]} patches ({pixels})"
     )
 
 
 def grid_of(config: ModelConfig, positions: tuple[int, ...]) -> tuple[int, int]:
-    """Return (tokens before the patches, patches along a side of the image).
-
-    positions: shape of the position embedding.
-    """
+    """Return (tokens before the patches, patches along a side). positions: shape of the position embedding."""
     patches = next(part.tokens for part in config.first_layer.parts if part.role == "embedding")
     return positions[1] - patches, math.isqrt(patches)
 

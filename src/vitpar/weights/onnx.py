@@ -6,23 +6,22 @@ import contextlib
 import io
 import json
 import logging
-import shutil
 import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from vitpar.checkpoint.atomic import begin, flush, partial, publish
+from vitpar.checkpoint.atomic import flush
 from vitpar.checkpoint.index import CONFIG, first_line
-from vitpar.errors import CheckpointError, DataError
+from vitpar.errors import DataError
 from vitpar.models.families import config_to_json
 from vitpar.models.initial import copy_whole_
 from vitpar.models.layers import LayeredModel
-from vitpar.weights.folder import Weights, parameter_shapes, refuse_used
+from vitpar.weights.folder import Weights, new_folder
 from vitpar.weights.images import image_settings
-from vitpar.weights.shards import refuse_other_shapes
 
 FILE = "model.onnx"
 """File name of the model."""
@@ -36,8 +35,6 @@ _IMAGES = 2
 def whole_model(weights: Weights) -> nn.Module:
     """Return the model of `weights` in evaluation mode, on the CPU, in float32."""
     model = LayeredModel(weights.config)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    refuse_other_shapes(weights.folder, shapes, parameter_shapes(weights.config, len(shapes)), exactly=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             copy_whole_(parameter, weights.read(weights.config.owner(name)))
@@ -61,18 +58,21 @@ def export_onnx(weights: Weights, folder: Path) -> float:
         raise DataError(
             f"{weights.config.name} takes token ids, but ONNX is for models of images: use another --format"
         )
-    _refuse_missing()
-    refuse_used(folder)
-    c, half = weights.config, partial(folder)
-    metadata = {
-        name: value if isinstance(value, str) else json.dumps(value) for name, value in image_settings(weights).items()
-    }
-    model = whole_model(weights)
-    shape = (_IMAGES, c.channels, c.image_size, c.image_size)
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    try:
-        begin(folder)
-        _export(model, images, metadata, half / FILE)
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise DataError(f"ONNX needs {', '.join(missing)}: pip install -e '.[onnx]'")
+    c = weights.config
+    with new_folder(folder) as half:
+        metadata = {
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in image_settings(weights).items()
+        }
+        model = whole_model(weights)
+        shape = (_IMAGES, c.channels, c.image_size, c.image_size)
+        images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        try:
+            _export(model, images, metadata, half / FILE)
+        except torch.onnx.OnnxExporterError as problem:
+            raise DataError(f"torch cannot export {c.name}: {first_line(problem)}") from None
         (half / CONFIG).write_text(json.dumps(config_to_json(c), indent=1))
         error = _difference(half / FILE, model, images)
         if not error <= TOLERANCE:
@@ -80,21 +80,7 @@ def export_onnx(weights: Weights, folder: Path) -> float:
                 f"the exported model gives other logits, which differ by {error:.1e} of the largest, above "
                 f"{TOLERANCE:g}: report it with the versions of torch and onnxscript"
             )
-        publish(folder)
-    except torch.onnx.OnnxExporterError as problem:
-        raise DataError(f"torch cannot export {c.name}: {first_line(problem)}") from None
-    except OSError as problem:
-        raise CheckpointError(f"'{folder}' cannot be written: {problem.strerror or problem}") from None
-    finally:
-        shutil.rmtree(half, ignore_errors=True)
     return error
-
-
-def _refuse_missing() -> None:
-    from importlib.util import find_spec
-
-    if missing := [name for name in PACKAGES if find_spec(name) is None]:
-        raise DataError(f"ONNX needs {', '.join(missing)}: pip install -e '.[onnx]'")
 
 
 def _export(model: nn.Module, images: Tensor, metadata: Mapping[str, str], path: Path) -> None:

@@ -27,10 +27,7 @@ FEW = 3
 
 
 class Shards:
-    """Tensors of several safetensors files.
-
-    shapes: shapes of the tensors by name, without `TABLES`.
-    """
+    """Tensors of several safetensors files. shapes: shapes of the tensors by name, without `TABLES`."""
 
     def __init__(self, folder: Path, files: Iterable[str], weight_map: Mapping[str, str] | None = None) -> None:
         """Open the files and read their headers.
@@ -68,18 +65,12 @@ class Shards:
 
     @classmethod
     def indexed(cls, folder: Path, index: str) -> Shards:
-        """Open the shards that the file `index` in `folder` lists.
-
-        Raises DataError, also for files outside the folder.
-        """
+        """Open the shards that the file `index` lists. Raises DataError, also for files outside the folder."""
         weight_map = read_weight_map(folder, index)
         return cls(folder, dict.fromkeys(weight_map.values()), weight_map)
 
     def read(self, name: str) -> Tensor:
-        """Return the tensor `name`.
-
-        Raises DataError.
-        """
+        """Return the tensor `name`. Raises DataError."""
         try:
             return self._held[name].get_tensor(name)
         except (OSError, SafetensorError) as error:
@@ -105,10 +96,7 @@ def read_weight_map(folder: Path, index: str) -> dict[str, str]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Raises DataError for anything else.
-    """
+    """Return the JSON object in a file. Raises DataError for anything else."""
     try:
         value = read_json(path)
     except (OSError, ValueError) as error:

@@ -25,8 +25,7 @@ from vitpar.io import open_regular
 from vitpar.text import literal, shown
 from vitpar.weights.shards import TABLES, Shards, listed, read_object, read_weight_map
 
-_SAFETENSORS = "model.safetensors"
-_PICKLES = ("pytorch_model.bin",)
+_SAFETENSORS, _PICKLE = "model.safetensors", "pytorch_model.bin"
 _CONFIGS = ("config.json", "preprocessor_config.json")
 _INSIDE = ("state_dict_ema", "model_ema", "teacher", "state_dict", "model", "student")
 """Keys under which files keep the parameters next to other content; those that evaluate best come first."""
@@ -70,14 +69,12 @@ def open_source(path: Path, trust: bool = False) -> ForeignWeights:
         return _from_shards(path, Shards.indexed(path, f"{_SAFETENSORS}.index.json"), configs)
     if (path / _SAFETENSORS).exists():
         return _from_shards(path, Shards(path, [_SAFETENSORS]), configs)
-    for name in _PICKLES:
-        if (path / f"{name}.index.json").exists():
-            places = read_weight_map(path, f"{name}.index.json")
-            return _from_pickles(path, [path / file for file in dict.fromkeys(places.values())], places, trust, configs)
-        if (path / name).exists():
-            return _from_pickles(path, [path / name], {}, trust, configs)
-    known = ", ".join((_SAFETENSORS, *_PICKLES))
-    raise DataError(f"'{path}' has no weights under a known name ({known}): name the file itself")
+    if (path / f"{_PICKLE}.index.json").exists():
+        places = read_weight_map(path, f"{_PICKLE}.index.json")
+        return _from_pickles(path, [path / file for file in dict.fromkeys(places.values())], places, trust, configs)
+    if (path / _PICKLE).exists():
+        return _from_pickles(path, [path / _PICKLE], {}, trust, configs)
+    raise DataError(f"'{path}' has no weights under a known name ({_SAFETENSORS}, {_PICKLE}): name the file itself")
 
 
 def _from_shards(place: Path, shards: Shards, configs: dict[str, dict[str, Any]]) -> ForeignWeights:
@@ -102,29 +99,24 @@ def _from_pickles(
             raise DataError(f"'{file}' has no named tensors: use a file with a state_dict")
         if lacking := [name for name, where in places.items() if where == file.name and name not in content]:
             raise DataError(f"'{file}' lacks {listed(lacking)}, which its index lists")
-        content = {n: v for n, v in content.items() if not _is_buffer(n, v) and places.get(n, file.name) == file.name}
-        _refuse_unusual(file, content)
-        tensors |= content
+        for name, tensor in content.items():
+            integers = isinstance(tensor, Tensor) and tensor.dtype in (torch.int64, torch.int32)
+            # Single integers are what AveragedModel and batch norms count in.
+            counter = integers and (tensor.numel() == 1 or str(name).endswith(TABLES))
+            if counter or places.get(name, file.name) != file.name:
+                continue
+            if not isinstance(name, str) or not isinstance(tensor, Tensor):
+                said = literal(name) if isinstance(name, str) else type(name).__name__
+                raise DataError(f"'{file}' has {said} among its tensors: use a plain state_dict")
+            if tensor.layout != torch.strided or not tensor.is_floating_point() or tensor.device.type != "cpu":
+                raise DataError(
+                    f"{shown(name)} in '{file}' is {tensor.dtype} ({tensor.layout}) and cannot be a parameter"
+                )
+            tensors[name] = tensor
     around = _around(tensors)
     tensors = {name.removeprefix(around): tensor for name, tensor in tensors.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return ForeignWeights(place, shapes, lambda name: tensors[name].detach(), configs, tuple(notes))
-
-
-def _is_buffer(name: Any, value: Any) -> bool:
-    """Return whether a value is one of TABLES, or a single integer, as AveragedModel and batch norms count in."""
-    integers = isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
-    return integers and (value.numel() == 1 or str(name).endswith(TABLES))
-
-
-def _refuse_unusual(file: Path, tensors: dict[Any, Any]) -> None:
-    """Raise DataError unless all values are dense tensors of floating-point numbers, with names, on the CPU."""
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            said = literal(name) if isinstance(name, str) else type(name).__name__
-            raise DataError(f"'{file}' has {said} among its tensors: use a plain state_dict")
-        if tensor.layout != torch.strided or not tensor.is_floating_point() or tensor.device.type != "cpu":
-            raise DataError(f"{shown(name)} in '{file}' is {tensor.dtype} ({tensor.layout}) and cannot be a parameter")
 
 
 def _around(names: Mapping[str, Any]) -> str:

@@ -10,12 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
-from vitpar.models.config import check_ranges
+from vitpar.models.bases import TextConfig, check_fields, padding_mask
 from vitpar.models.description import SideInput
-from vitpar.models.text import TextConfig, padding_mask, refuse_missing
 from vitpar.text import shown
-
-_WORDS = {"init": ("bert", "perturbed")}
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,6 +20,7 @@ class BertConfig(TextConfig):
     """Architecture of a BERT with its head for masked language modelling."""
 
     FAMILY: ClassVar[str] = "bert"
+    NEEDED: ClassVar[tuple[str, ...]] = ("embed_dim", "depth", "num_heads")
 
     name: str
     """Name of the model; only messages use it."""
@@ -52,11 +50,7 @@ class BertConfig(TextConfig):
 
     def __post_init__(self) -> None:
         name = shown(self.name)
-        check_ranges(self, _WORDS)
-        if self.embed_dim % self.num_heads:
-            raise ModelError(
-                f"{self.num_heads} heads do not divide embed_dim {self.embed_dim} of {name}: change one of the two"
-            )
+        check_fields(self)
         if self.positions < self.tokens:
             raise ModelError(
                 f"{name} has {self.tokens:,} tokens but {shown(self.positions)} positions: use at least as many "
@@ -64,20 +58,13 @@ class BertConfig(TextConfig):
             )
 
     @classmethod
-    def knows(cls, name: str) -> bool:
-        return name == "bert_custom" or name.removeprefix("google-bert/") in _NAMES
+    def fields_of(cls, name: str) -> Mapping[str, Any] | None:
+        return _NAMES.get(name.removeprefix("google-bert/"))
 
     @classmethod
-    def named(cls, name: str, options: Mapping[str, Any]) -> Self:
-        if name == "bert_custom":
-            refuse_missing(name, options, {"embed_dim", "depth", "num_heads"})
-            usual = {"positions": options.get("tokens", cls.positions)}
-            sizes: dict[str, Any] = {"mlp_hidden_dim": 4 * options["embed_dim"], **usual}
-        else:
-            sizes = dict(_NAMES[name.removeprefix("google-bert/")])
-            if "embed_dim" in options:
-                sizes["mlp_hidden_dim"] = 4 * options["embed_dim"]
-        return cls(name=name, **{**sizes, **options})
+    def completed(cls, known: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        hidden = {"mlp_hidden_dim": 4 * options["embed_dim"]} if "embed_dim" in options else {}
+        return {**(known or {"positions": options.get("tokens", cls.positions)}), **hidden, **options}
 
     @classmethod
     def published(cls) -> tuple[str, ...]:
@@ -87,10 +74,6 @@ class BertConfig(TextConfig):
     def head_dim(self) -> int:
         """Features of one attention head."""
         return self.embed_dim // self.num_heads
-
-    @property
-    def stochastic(self) -> bool:
-        return self.dropout > 0
 
     @property
     def output_shape(self) -> tuple[int, ...]:

@@ -11,7 +11,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.models.bert.config import BertConfig
-from vitpar.models.description import AttentionShape, block_index
+from vitpar.models.description import AttentionShape
+from vitpar.models.initial import Rules, constant, lecun_normal, normal
 from vitpar.models.layers import MLP, Layer, LayerNorm, StackedLinear, for_every_sample
 from vitpar.models.text_layers import Embedding, TextLayer, TokenLogits, padding_scores
 
@@ -30,11 +31,7 @@ class Embed(TextLayer):
         self.norm = LayerNorm(c.embed_dim, eps=c.norm_eps)
 
     def forward(self, ids: Tensor, token_type_ids: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
-        """Return the tokens.
-
-        ids: int64 [batch, tokens].
-        token_type_ids: int64 [batch, tokens]; None for 0 everywhere.
-        """
+        """ids, token_type_ids: int64 [batch, tokens]; None for type 0 everywhere. Returns [batch, tokens, width]."""
         types = torch.zeros_like(ids) if token_type_ids is None else token_type_ids
         x = self.word_embeddings(ids) + self.token_type_embeddings(types)
         return self.dropped(self.norm(x + for_every_sample(self.pos_embed)[:, : ids.shape[1]]), keys, 0)
@@ -103,6 +100,22 @@ class Head(Layer):
         return self.fc(self.norm(F.gelu(self.dense(x))))
 
 
-def build_layer(config: BertConfig, name: str) -> Layer:
-    """Return the layer called `name`."""
-    return Embed(config) if name == "embed" else Head(config) if name == "head" else Block(config, block_index(name))
+build_block = Block
+
+
+SCHEMES: dict[str, Rules] = {
+    # arXiv 1810.04805 cuts the normal numbers at two deviations, transformers does not.
+    "bert": (
+        ("*norm*.weight", constant(1.0)),
+        ("*.bias", constant(0.0)),
+        ("*", normal(0.02)),
+    ),
+    # Embeddings as large as what follows them, so that mistakes in any of them show.
+    "perturbed": (
+        ("*norm*.weight", normal(0.1, mean=1.0)),
+        ("*embed*", normal(0.5)),
+        ("*.bias", normal(0.05)),
+        ("*.weight", lecun_normal),
+    ),
+}
+"""The rules of each scheme; the first pattern that matches a parameter's name decides."""

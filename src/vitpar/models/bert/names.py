@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from vitpar.models.bert.config import BertConfig
 from vitpar.models.config_keys import TRANSFORMERS, ConfigKey, numbers, read_settings, settings_of
@@ -50,53 +50,45 @@ SETTINGS = (
 """Settings of transformers' config.json."""
 
 
-def _visible(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]:
-    width, positions = size("embed.word_embeddings.weight", 1), size("embed.pos_embed", -2)
-    return {
-        "embed_dim": width,
-        "depth": found.count("blocks"),
-        "num_heads": known.get("num_heads", max(1, width // 64)),
-        "mlp_hidden_dim": size("blocks.0.mlp.fc1.weight", 0),
-        "vocab_size": size("embed.word_embeddings.weight", 0),
-        "tokens": min(known["tokens"], positions) if "tokens" in known else positions,
-        "positions": positions,
-        "token_types": size("embed.token_type_embeddings.weight", 0),
-    }
+class BertWeights(Conversion):
+    """Conversion of a BERT's weights."""
 
+    family = BertConfig
+    title = "a BERT"
+    libraries: ClassVar = {"transformers": _TRANSFORMERS}
+    compared = ("embed_dim", "depth", "num_heads", "mlp_hidden_dim", "vocab_size", "positions", "token_types")
 
-def _said(said: Mapping[str, Any]) -> dict[str, Any]:
-    return read_settings(said, SETTINGS, {"hidden_act": "gelu", "position_embedding_type": "absolute"})
+    def visible(self, size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]:
+        width, positions = size("embed.word_embeddings.weight", 1), size("embed.pos_embed", -2)
+        return {
+            "embed_dim": width,
+            "depth": found.count("blocks"),
+            "num_heads": known.get("num_heads", max(1, width // 64)),
+            "mlp_hidden_dim": size("blocks.0.mlp.fc1.weight", 0),
+            "vocab_size": size("embed.word_embeddings.weight", 0),
+            "tokens": min(known["tokens"], positions) if "tokens" in known else positions,
+            "positions": positions,
+            "token_types": size("embed.token_type_embeddings.weight", 0),
+        }
 
+    def read(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        return read_settings(said, SETTINGS, {"hidden_act": "gelu", "position_embedding_type": "absolute"})
 
-def _complete(found: Found) -> Found:
-    """Leave out the second name of the output's bias where both are there."""
-    unknown = tuple(name for name in found.unknown if name != _SECOND_BIAS)
-    return found if unknown == found.unknown else replace(found, unknown=unknown, notes=(_LEFT_OUT,))
+    def complete(self, found: Found) -> Found:
+        """Leave out the second name of the output's bias where both are there."""
+        unknown = tuple(name for name in found.unknown if name != _SECOND_BIAS)
+        return found if unknown == found.unknown else replace(found, unknown=unknown, notes=(_LEFT_OUT,))
 
-
-def _exported(config: BertConfig, format_name: str) -> Exported:
-    """Return the model as ``transformers.BertForMaskedLM`` has it."""
-    return Exported(
-        WEIGHTS.tensors(config, format_name),
-        {
-            "architectures": ["BertForMaskedLM"],
-            "model_type": "bert",
-            **settings_of(config, SETTINGS),
-            "hidden_act": "gelu",
-            "attention_probs_dropout_prob": config.dropout,
-            "tie_word_embeddings": True,
-        },
-    )
-
-
-WEIGHTS = Conversion(
-    BertConfig,
-    "a BERT",
-    {"transformers": _TRANSFORMERS},
-    _visible,
-    _exported,
-    _said,
-    complete=_complete,
-    compared=("embed_dim", "depth", "num_heads", "mlp_hidden_dim", "vocab_size", "positions", "token_types"),
-)
-"""Conversion of BERT's weights."""
+    def export(self, config: BertConfig, format_name: str) -> Exported:
+        """Return the model as ``transformers.BertForMaskedLM`` has it."""
+        return Exported(
+            self.tensors(config, format_name),
+            {
+                "architectures": ["BertForMaskedLM"],
+                "model_type": "bert",
+                **settings_of(config, SETTINGS),
+                "hidden_act": "gelu",
+                "attention_probs_dropout_prob": config.dropout,
+                "tie_word_embeddings": True,
+            },
+        )

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_TOKENS, MAX_WIDTH
-from vitpar.models.config import ModelConfig, late_module
-from vitpar.models.description import ExtraPasses, InputSpec, SideInput
+from vitpar.models.config import ModelConfig
+from vitpar.models.description import Adapted, ExtraPasses, InputSpec, MadeTensor, SideInput
 from vitpar.models.vit.config import ViTConfig
 from vitpar.text import shown
-
-if TYPE_CHECKING:
-    from vitpar.models.rows import Adapted, MadeTensor
 
 PREFIX = "dino_"
 """Beginning of a name. What follows is the name of the Vision Transformer."""
@@ -117,11 +114,6 @@ class DINOConfig(ViTConfig):
         return False  # its kernels compute attention between all tokens of a row
 
     @property
-    def class_tokens(self) -> int:
-        """Class tokens of an image, one a crop."""
-        return sum(crops.count for crops in self.crops)
-
-    @property
     def input(self) -> InputSpec:
         return InputSpec((self.channels, sum(crops.count * crops.size**2 for crops in self.crops)))
 
@@ -131,7 +123,8 @@ class DINOConfig(ViTConfig):
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        return self.class_tokens + GLOBAL * self.slots + GLOBAL, self.num_classes
+        class_tokens = sum(crops.count for crops in self.crops)
+        return class_tokens + GLOBAL * self.slots + GLOBAL, self.num_classes
 
     @property
     def words(self) -> tuple[str, str]:
@@ -140,10 +133,8 @@ class DINOConfig(ViTConfig):
 
     @property
     def pretrained(self) -> tuple[ModelConfig, Mapping[str, MadeTensor]]:
-        same = [name for name in self.backbone.layer_names if name != "head"]
-        names = [f"{layer}.{name}" for layer in same for name in self.backbone.layers[layer].parameters]
-        made: Any = late_module("vitpar.models.rows").MadeTensor
-        return self.backbone, {name: made((name,)) for name in [*names, "head.norm.weight", "head.norm.bias"]}
+        names = [name for name in self.backbone.shapes if not name.startswith("head.")]
+        return self.backbone, {name: MadeTensor((name,)) for name in [*names, "head.norm.weight", "head.norm.bias"]}
 
     def layers_above(self, parameter: str) -> int:
         return 0 if parameter.startswith("head.norm.") else super().layers_above(parameter)
@@ -165,10 +156,8 @@ class DINOConfig(ViTConfig):
             return None
         backbone = {field.name: getattr(there, field.name) for field in fields(ViTConfig)}
         made = replace(self, **{**backbone, "name": self.name, "num_classes": self.num_classes})
-        known = {f"{layer}.{name}" for layer in there.layer_names for name in there.layers[layer].parameters}
-        every = [f"{layer}.{name}" for layer in self.layer_names for name in self.layers[layer].parameters]
-        kept = tuple(name for name in every if name not in known)
-        return late_module("vitpar.models.rows").Adapted(made, {}, "the heads and the mask token are new", kept)
+        kept = tuple(name for name in self.shapes if name not in there.shapes)
+        return Adapted(made, {}, "the heads and the mask token are new", kept)
 
     def resized(self, image_size: int) -> Self | None:
         return None
@@ -180,10 +169,7 @@ class DINOConfig(ViTConfig):
 
     @classmethod
     def continuing(cls, config: ModelConfig) -> Self | None:
-        """Return the model that continues the training of a backbone; None for another model than a ViT.
-
-        Raises ModelError for a ViT without a class token.
-        """
+        """Return the model that continues to train a ViT, or None. Raises ModelError without a class token."""
         return cls.around(config) if type(config) is ViTConfig else None
 
     @classmethod
@@ -212,7 +198,7 @@ class DINOConfig(ViTConfig):
         return ()
 
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses:
-        return ExtraPasses()  # not counted
+        return (), ()  # not counted
 
     @property
     def tiny(self) -> Self:

@@ -10,8 +10,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.errors import ModelError
-from vitpar.models.description import block_index
 from vitpar.models.dino.config import GLOBAL, Crops, DINOConfig
+from vitpar.models.initial import Rules, constant, normal
 from vitpar.models.keyed_random import at_place, keeps_sample
 from vitpar.models.layers import NORMS, Layer, for_every_sample
 from vitpar.models.text_layers import TokenLogits
@@ -205,8 +205,19 @@ class Head(Layer):
         return torch.cat([*scores, F.pad(features, (0, columns))], dim=1)
 
 
-def build_layer(config: DINOConfig, name: str) -> Layer:
-    """Return the layer called `name`."""
-    if name in ("embed", "head"):
-        return Embed(config) if name == "embed" else Head(config)
-    return Block(config, block_index(name))
+build_block = Block
+
+
+_HEADS: Rules = (
+    ("head.*.lengths.weight", constant(1.0)),
+    ("head.*.mlp*.bias", constant(0.0)),
+    ("head.*.weight", normal(0.02)),
+    ("embed.mask_token", constant(0.0)),
+)
+_NORM: Rules = (("head.norm.weight", constant(1.0)), ("head.norm.bias", constant(0.0)))
+_PERTURBED: Rules = (("head.*.lengths.weight", normal(0.1, mean=1.0)),)
+SCHEMES: dict[str, Rules] = {
+    scheme: (*_NORM, *_HEADS, *rules) if scheme != "perturbed" else (*_PERTURBED, *rules)
+    for scheme, rules in vit.SCHEMES.items()
+}
+"""The rules of each scheme; the first pattern that matches a parameter's name decides."""

@@ -9,20 +9,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
-from vitpar.models.config import ModelConfig, check_ranges, check_tokens, late_module
-from vitpar.models.description import block_index, block_name, is_block
+from vitpar.models.bases import EncoderDecoder, check_fields, check_tokens
+from vitpar.models.config import ModelConfig, late_module
+from vitpar.models.description import MadeTensor
 from vitpar.models.vit.config import ViTConfig
 from vitpar.text import shown
 
-if TYPE_CHECKING:
-    from vitpar.models.rows import MadeTensor
-
 
 @dataclass(frozen=True, repr=False)
-class MAEConfig(ModelConfig):
+class MAEConfig(EncoderDecoder):
     """Architecture of a masked autoencoder.
 
     Its blocks are `depth` blocks of the encoder, which see a class token and the visible patches; `dec_embed`, which
@@ -30,6 +28,7 @@ class MAEConfig(ModelConfig):
     """
 
     FAMILY: ClassVar[str] = "mae"
+    NEEDED: ClassVar[tuple[str, ...]] = ("patch_size", "embed_dim", "depth", "num_heads")
     TASK: ClassVar[str] = "mae"
 
     name: str
@@ -65,14 +64,9 @@ class MAEConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         name = shown(self.name)
-        check_ranges(self, {"init": ("mae", "perturbed")})
+        check_fields(self)
         for start in ("", "decoder_"):
-            width, heads = getattr(self, f"{start}embed_dim"), getattr(self, f"{start}num_heads")
-            if width % heads:
-                raise ModelError(
-                    f"{heads} heads do not divide {start}embed_dim {width} of {name}: change one of the two"
-                )
-            if width % 4:
+            if (width := getattr(self, f"{start}embed_dim")) % 4:
                 raise ModelError(f"{start}embed_dim of {name} is {width}: 2-D sincos positions need a multiple of 4")
         if not 0.0 < self.mask_ratio < 1.0 or not 0 < self.visible < self.patches:
             raise ModelError(
@@ -112,12 +106,7 @@ class MAEConfig(ModelConfig):
 
     @property
     def pretrained(self) -> tuple[ModelConfig, Mapping[str, MadeTensor]]:
-        return self.encoder, late_module("vitpar.models.mae.encoder").encoder_parameters(self)
-
-    @property
-    def dec_embed(self) -> str:
-        """Name of the layer that completes the tokens for the decoder."""
-        return block_name(self.depth)
+        return self.encoder, late_module("vitpar.models.mae.layers").encoder_parameters(self)
 
     @cached_property
     def encoder(self) -> ViTConfig:
@@ -144,25 +133,21 @@ class MAEConfig(ModelConfig):
         )
 
     @classmethod
-    def knows(cls, name: str) -> bool:
-        return name == "mae_custom" or _NAME.fullmatch(name) is not None
+    def fields_of(cls, name: str) -> Mapping[str, Any] | None:
+        if (match := _NAME.fullmatch(name)) is None:
+            return None
+        given = zip(("patch_size", "image_size"), match.groups()[1:], strict=True)
+        return SIZES[match[1]] | {field: int(number) for field, number in given if number}
 
     @classmethod
-    def named(cls, name: str, options: Mapping[str, Any]) -> Self:
-        fields = dict(options)
-        if (match := _NAME.fullmatch(name)) is not None:
-            patch, image = (int(number) if number else None for number in match.groups()[1:])
-            sizes = SIZES[match[1]]
-            given = {"patch_size": patch, "image_size": image}
-            fields = {**sizes, **{key: value for key, value in given.items() if value}, **options}
-        elif missing := {"patch_size", "embed_dim", "depth", "num_heads"} - set(options):
-            raise ModelError(f"{name} needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}")
-        else:  # a decoder in proportion to the encoder
+    def completed(cls, known: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        fields = {**known, **options}
+        if not known:  # a decoder in proportion to the encoder
             sizes = {"decoder_embed_dim": fields["embed_dim"], "decoder_num_heads": fields["num_heads"]}
             fields = {**sizes, "decoder_depth": max(1, min(cls.decoder_depth, fields["depth"] // 3)), **fields}
         fields.setdefault("mlp_hidden_dim", 4 * fields["embed_dim"])
         fields.setdefault("decoder_mlp_hidden_dim", 4 * fields.get("decoder_embed_dim", cls.decoder_embed_dim))
-        return cls(name=name, **fields)
+        return fields
 
     @classmethod
     def published(cls) -> tuple[str, ...]:
@@ -182,16 +167,6 @@ class MAEConfig(ModelConfig):
             decoder_embed_dim=8 * decoding,
             decoder_mlp_hidden_dim=16 * decoding,
         )
-
-    @property
-    def num_blocks(self) -> int:
-        return self.depth + 1 + self.decoder_depth
-
-    def kind_of(self, name: str) -> tuple[str, str | None]:
-        if not is_block(name):
-            return super().kind_of(name)
-        kind = "dec_embed" if name == self.dec_embed else "encoder" if block_index(name) < self.depth else "decoder"
-        return kind, kind
 
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -3,34 +3,48 @@
 Without keys, as in evaluation, every sample has the key 0: the same patches are visible in all images.
 """
 
+import functools
 from typing import ClassVar
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.description import MODES, block_index
+from vitpar.models.description import MODES, MadeTensor
+from vitpar.models.initial import Rules, constant, lecun_normal, normal, xavier_uniform
+from vitpar.models.keyed_random import at_place, keyed_uniform
 from vitpar.models.layers import Layer, LayerNorm, for_every_sample
 from vitpar.models.mae.config import MAEConfig
-from vitpar.models.mae.masking import shuffled
 from vitpar.models.text_layers import TokenLogits
-from vitpar.models.vit.layers import Block, PatchEmbed
+from vitpar.models.vit.layers import Block, PatchEmbed, Positioned, sincos_2d
+
+PLACE = -1
+"""Place of the choice of visible patches among the uses of random numbers in the model (`at_place`)."""
+POSITIONS = functools.partial(sincos_2d, of_mae=True)
 
 
-def positions_of(grid: int, width: int) -> Tensor:
-    """Return the fixed 2-D sine-cosine positions of a grid of patches, float32 [grid², width].
+def masking_noise(keys: Tensor, patches: int) -> Tensor:
+    """Return a random number of each patch, float32 [batch, patches]; the patches with the smallest stay visible.
 
-    Frequencies are those of the authors' code, which differ a little from ``vitpar.models.vit.layers.sincos_2d``.
+    keys: int64 [batch], those of the samples: the choice is the same under every plan, and when a run resumes.
     """
-    y, x = torch.meshgrid(torch.arange(grid).double(), torch.arange(grid).double(), indexing="ij")
-    omega = 10000.0 ** (-torch.arange(width // 4).double() / (width / 4))
-    y, x = y.flatten()[:, None] * omega, x.flatten()[:, None] * omega
-    return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()
+    return keyed_uniform(at_place(keys, torch.full_like(keys, PLACE)), [patches])
+
+
+def shuffled(keys: Tensor, patches: int) -> Tensor:
+    """Return the patches in random order, int64 [batch, patches]. The first ones are visible. keys: int64 [batch]."""
+    return masking_noise(keys, patches).argsort(dim=1, stable=True)
+
+
+def masked(keys: Tensor, patches: int, visible: int) -> Tensor:
+    """Return whether each patch is masked, bool [batch, patches]. keys: int64 [batch]."""
+    return shuffled(keys, patches).argsort(dim=1) >= visible
 
 
 def positions_with_class(config: MAEConfig, width: int) -> Tensor:
     """Return the positions of class token and patches as other libraries store them, [1, 1 + patches, width]."""
-    positions = positions_of(config.image_size // config.patch_size, width)
+    grid = config.image_size // config.patch_size
+    positions = POSITIONS(grid, grid, width)
     return torch.cat([positions.new_zeros(1, width), positions])[None]
 
 
@@ -38,30 +52,16 @@ def _keys(keys: Tensor | None, x: Tensor) -> Tensor:
     return torch.zeros(len(x), dtype=torch.int64, device=x.device) if keys is None else keys
 
 
-class _Positions(Layer):
-    """Base of layers that add fixed positions.
-
-    width: features of a token.
-    """
-
-    TENSOR_MODES = MODES
-    positions: Tensor
-
-    def __init__(self, grid: int, width: int) -> None:
-        super().__init__()
-        self.grid, self.width, self.first_feature = grid, width, 0
-        self.register_buffer("positions", torch.empty(1, grid**2, width), persistent=False)
-
-    def take_features(self, index: int, parts: int) -> None:
-        self.first_feature = index * self.width // parts
-        self.register_buffer("positions", self.positions.chunk(parts, dim=-1)[index].clone(), persistent=False)
-
-    def reset_buffers(self) -> None:
-        whole = positions_of(self.grid, self.width)[None]
-        self.positions.copy_(whole.narrow(-1, self.first_feature, self.positions.shape[-1]))
+def encoder_parameters(config: MAEConfig) -> dict[str, MadeTensor]:
+    """Return how parameters of `MAEConfig.encoder` are made, without a classifier; fixed positions become learned."""
+    tensors = {name: MadeTensor((name,)) for name in config.encoder.shapes if not name.startswith("head.")}
+    tensors["embed.pos_embed"] = MadeTensor((), lambda: positions_with_class(config, config.embed_dim))
+    for end in ("weight", "bias"):
+        tensors[f"head.norm.{end}"] = MadeTensor((f"{config.dec_embed}.norm.{end}",))
+    return tensors
 
 
-class Embed(_Positions):
+class Embed(Positioned):
     """Embedding layer: images [batch, channels, height, width] -> class token and visible patches.
 
     The result is [batch, 1 + visible, width]. Masked patches are not embedded.
@@ -71,7 +71,7 @@ class Embed(_Positions):
 
     def __init__(self, config: MAEConfig) -> None:
         c = config
-        super().__init__(c.image_size // c.patch_size, c.embed_dim)
+        super().__init__(c.image_size // c.patch_size, c.embed_dim, POSITIONS)
         self.visible = c.visible
         self.patch_embed = PatchEmbed(c.encoder)
         self.cls_token = nn.Parameter(torch.empty(1, 1, c.embed_dim))
@@ -86,7 +86,7 @@ class Embed(_Positions):
         return torch.cat([for_every_sample(self.cls_token).expand(x.shape[0], -1, -1), x], dim=1)
 
 
-class MaskEmbed(_Positions):
+class MaskEmbed(Positioned):
     """Last norm of the encoder, and embedding layer of the decoder.
 
     Tokens [batch, 1 + visible, width] -> [batch, 1 + patches, the decoder's width]: a mask token stands in the place of
@@ -97,7 +97,7 @@ class MaskEmbed(_Positions):
 
     def __init__(self, config: MAEConfig) -> None:
         c = config
-        super().__init__(c.image_size // c.patch_size, c.decoder_embed_dim)
+        super().__init__(c.image_size // c.patch_size, c.decoder_embed_dim, POSITIONS)
         self.norm = LayerNorm(c.embed_dim, eps=c.norm_eps)
         self.proj = nn.Linear(c.embed_dim, c.decoder_embed_dim)
         self.mask_token = nn.Parameter(torch.empty(1, 1, c.decoder_embed_dim))
@@ -136,12 +136,26 @@ class Head(Layer):
         return self.fc(self.gathered(self.norm(x[:, 1:])))
 
 
-def build_layer(config: MAEConfig, name: str) -> Layer:
-    """Return the layer called `name`."""
-    if name in ("embed", "head"):
-        return Embed(config) if name == "embed" else Head(config)
-    if name == config.dec_embed:
+def build_block(config: MAEConfig, index: int) -> Layer:
+    """Return a block by its number in the model."""
+    if index == config.depth:
         return MaskEmbed(config)
-    index = block_index(name)
     encodes = index < config.depth
     return Block(config.encoder if encodes else config.decoder, index if encodes else index - config.depth - 1)
+
+
+SCHEMES: dict[str, Rules] = {
+    "mae": (
+        ("*norm*.weight", constant(1.0)),
+        ("*.bias", constant(0.0)),
+        ("*_token", normal(0.02)),
+        ("*", xavier_uniform()),
+    ),
+    "perturbed": (
+        ("*norm*.weight", normal(0.1, mean=1.0)),
+        ("*_token", normal(0.05)),
+        ("*bias", normal(0.05)),
+        ("*", lecun_normal),
+    ),
+}
+"""The rules of each scheme; the first pattern that matches a parameter's name decides."""

@@ -12,20 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from vitpar.errors import DataError
-from vitpar.models.config_keys import (
-    TRANSFORMERS,
-    TRANSFORMERS_IMAGES,
-    input_size,
-    numbers,
-    read_settings,
-    settings_of,
-)
+from vitpar.models.config_keys import TRANSFORMERS_IMAGES, input_size, numbers, read_settings, settings_of
 from vitpar.models.convert import Conversion, Exported, Sizes
 from vitpar.models.description import block_name
 from vitpar.models.mae.config import MAEConfig
 from vitpar.models.mae.layers import positions_with_class
 from vitpar.models.rows import KERNEL, Found, Library, Row, heads, row, stored
-from vitpar.models.vit.names import WEIGHTS as VIT
+from vitpar.models.vit.names import ViTWeights
 
 
 def _table(decoder: str) -> Callable[[MAEConfig], Tensor]:
@@ -110,7 +103,6 @@ LIBRARIES = {
 }
 """Names by library."""
 SETTINGS = (
-    *TRANSFORMERS,
     *TRANSFORMERS_IMAGES,
     *numbers(decoder_hidden_size="decoder_embed_dim", decoder_num_hidden_layers="decoder_depth"),
     *numbers(decoder_num_attention_heads="decoder_num_heads", mask_ratio="mask_ratio"),
@@ -121,67 +113,60 @@ HEADS = {768: 12, 1024: 16, 1280: 16}
 """Heads of the published encoders by their width. The authors' files do not show them."""
 
 
-def _said(said: Mapping[str, Any]) -> dict[str, Any]:
-    return read_settings(said, SETTINGS, {"hidden_act": "gelu"}) if "model_type" in said else input_size(said)
+class MAEWeights(Conversion):
+    """Conversion of a masked autoencoder's weights."""
 
-
-def _visible(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]:
-    width, patch = size("embed.patch_embed.proj.weight", 0), size("embed.patch_embed.proj.weight", 3) or 1
-    if (num_heads := known.get("num_heads", HEADS.get(width))) is None:
-        raise DataError(
-            f"the tensors in '{size.place}' do not show the number of heads: name the model with --model, perhaps "
-            "mae_vit_base, or use the folder with its config.json"
-        )
-    tables = [s for name, s in found.shapes.items() if name.endswith(("position_embeddings", "pos_embed"))]
-    positions = next((shape[1] for shape in tables if len(shape) == 3 and shape[2] == width), 0)
-    image = patch * round((positions - 1) ** 0.5) if positions > 1 else MAEConfig.image_size
-    return {
-        "image_size": known.get("image_size", image),
-        "patch_size": patch,
-        "channels": size("embed.patch_embed.proj.weight", 1),
-        "embed_dim": width,
-        "depth": found.count("blocks"),
-        "num_heads": num_heads,
-        "mlp_hidden_dim": size("blocks.0.mlp.fc1.weight", 0),
-        "decoder_embed_dim": size("dec_embed.proj.weight", 0),
-        "decoder_depth": found.count("decoder"),
-        "decoder_mlp_hidden_dim": size("decoder.0.mlp.fc1.weight", 0),
-    }
-
-
-def _layers(config: MAEConfig) -> dict[str, str]:
-    first = config.depth + 1
-    decoder = {f"decoder.{index}": block_name(first + index) for index in range(config.decoder_depth)}
-    return {**{name: name for name in config.blocks[: config.depth]}, "dec_embed": config.dec_embed, **decoder}
-
-
-def _exported(config: MAEConfig, format_name: str) -> Exported:
-    """Return ``transformers.ViTMAEForPreTraining``, or timm's encoder with the decoder next to it."""
-    if format_name == "transformers":
-        settings = {"architectures": ["ViTMAEForPreTraining"], "model_type": "vit_mae", **settings_of(config, SETTINGS)}
-        return Exported(WEIGHTS.tensors(config, format_name), {**settings, "hidden_act": "gelu", "qkv_bias": True})
-    tensors, plain = WEIGHTS.tensors(config, "mae"), VIT.exported(config.encoder, "timm")
-    decoder = {name: tensor for name, tensor in tensors.items() if name.startswith(("decoder_", "mask_token"))}
-    note = (
-        "timm has no decoder of a masked autoencoder: it is in classifier.safetensors, under the names of the authors' "
-        "code"
-    )
-    encoder = {name: tensor for name, tensor in tensors.items() if name not in decoder}
-    return Exported(encoder, {**plain.config, "num_classes": 0}, decoder, (*plain.notes, note))
-
-
-WEIGHTS = Conversion(
-    MAEConfig,
-    "a masked autoencoder",
-    LIBRARIES,
-    _visible,
-    _exported,
-    _said,
-    compared=(
+    family = MAEConfig
+    title = "a masked autoencoder"
+    libraries = LIBRARIES
+    compared = (
         *("patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim"),
         *("decoder_embed_dim", "decoder_depth", "decoder_num_heads", "decoder_mlp_hidden_dim"),
-    ),
-    writes=("transformers", "timm"),
-    layers=_layers,
-)
-"""Conversion of a masked autoencoder's weights."""
+    )
+    writes = ("transformers", "timm")
+
+    def read(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        return read_settings(said, SETTINGS, {"hidden_act": "gelu"}) if "model_type" in said else input_size(said)
+
+    def visible(self, size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]:
+        width, patch = size("embed.patch_embed.proj.weight", 0), size("embed.patch_embed.proj.weight", 3) or 1
+        if (num_heads := known.get("num_heads", HEADS.get(width))) is None:
+            raise DataError(
+                f"the tensors in '{size.place}' do not show the number of heads: name the model with --model, perhaps "
+                "mae_vit_base, or use the folder with its config.json"
+            )
+        tables = [s for name, s in found.shapes.items() if name.endswith(("position_embeddings", "pos_embed"))]
+        positions = next((shape[1] for shape in tables if len(shape) == 3 and shape[2] == width), 0)
+        image = patch * round((positions - 1) ** 0.5) if positions > 1 else MAEConfig.image_size
+        return {
+            "image_size": known.get("image_size", image),
+            "patch_size": patch,
+            "channels": size("embed.patch_embed.proj.weight", 1),
+            "embed_dim": width,
+            "depth": found.count("blocks"),
+            "num_heads": num_heads,
+            "mlp_hidden_dim": size("blocks.0.mlp.fc1.weight", 0),
+            "decoder_embed_dim": size("dec_embed.proj.weight", 0),
+            "decoder_depth": found.count("decoder"),
+            "decoder_mlp_hidden_dim": size("decoder.0.mlp.fc1.weight", 0),
+        }
+
+    def layers(self, config: MAEConfig) -> dict[str, str]:
+        first = config.depth + 1
+        decoder = {f"decoder.{index}": block_name(first + index) for index in range(config.decoder_depth)}
+        return {**{name: name for name in config.blocks[: config.depth]}, "dec_embed": config.dec_embed, **decoder}
+
+    def export(self, config: MAEConfig, format_name: str) -> Exported:
+        """Return ``transformers.ViTMAEForPreTraining``, or timm's encoder with the decoder next to it."""
+        if format_name == "transformers":
+            settings: dict[str, Any] = {"architectures": ["ViTMAEForPreTraining"], "model_type": "vit_mae"}
+            settings |= {**settings_of(config, SETTINGS), "hidden_act": "gelu", "qkv_bias": True}
+            return Exported(self.tensors(config, format_name), settings)
+        tensors, plain = self.tensors(config, "mae"), ViTWeights().exported(config.encoder, "timm")
+        decoder = {name: tensor for name, tensor in tensors.items() if name.startswith(("decoder_", "mask_token"))}
+        note = (
+            "timm has no decoder of a masked autoencoder: it is in classifier.safetensors, under the names of the "
+            "authors' code"
+        )
+        encoder = {name: tensor for name, tensor in tensors.items() if name not in decoder}
+        return Exported(encoder, {**plain.config, "num_classes": 0}, decoder, (*plain.notes, note))

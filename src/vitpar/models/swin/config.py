@@ -9,15 +9,14 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_IMAGE_SIZE, MAX_WIDTH
-from vitpar.models.config import ModelConfig, check_ranges, check_tokens
+from vitpar.models.bases import check_fields, check_tokens
+from vitpar.models.config import ModelConfig
 from vitpar.models.description import ExtraPasses, block_index, is_block
 from vitpar.text import either, shown
-
-_WORDS = {"init": ("timm", "perturbed")}
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ class SwinConfig(ModelConfig):
     """Architecture of a Swin Transformer."""
 
     FAMILY: ClassVar[str] = "swin"
+    NEEDED: ClassVar[tuple[str, ...]] = ("patch_size", "embed_dim", "depths", "num_heads")
 
     name: str
     """timm's model name or swin_custom; only messages use it."""
@@ -99,7 +99,7 @@ class SwinConfig(ModelConfig):
             if not isinstance(value := getattr(self, field), list | tuple) or not value:
                 raise ModelError(f"{field} of {name} is {shown(value)}: list one number for each stage")
             object.__setattr__(self, field, tuple(value))  # a list in a recipe
-        check_ranges(self, _WORDS)
+        check_fields(self)
         self._check_stages(name)
         self._check_grid(name)
         check_tokens(self, self.stages[0].grid ** 2, "use larger patches or smaller images")
@@ -189,29 +189,13 @@ class SwinConfig(ModelConfig):
         """Features that the classifier reads."""
         return self.stages[-1].width
 
-    @property
-    def stochastic(self) -> bool:
-        """Whether training draws random numbers inside the model."""
-        return self.drop_path > 0
-
     @classmethod
-    def knows(cls, name: str) -> bool:
+    def fields_of(cls, name: str) -> Mapping[str, Any] | None:
         match = _NAME.fullmatch(name)
-        return name == "swin_custom" or (match is not None and match[1] in SIZES)
-
-    @classmethod
-    def named(cls, name: str, options: Mapping[str, Any]) -> Self:
-        if name == "swin_custom":
-            missing = {"patch_size", "embed_dim", "depths", "num_heads"} - set(options)
-            if missing:
-                raise ModelError(
-                    f"swin_custom needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}"
-                )
-            return cls(name=name, **options)
-        match = _NAME.fullmatch(name)
-        assert match is not None, f"{name} is no Swin Transformer"
+        if match is None or match[1] not in SIZES:
+            return None
         numbers = zip(("patch_size", "window_size", "image_size"), map(int, match.groups()[1:]), strict=True)
-        return cls(name=name, **{**SIZES[match[1]], **dict(numbers), **options})
+        return SIZES[match[1]] | dict(numbers)
 
     @classmethod
     def published(cls) -> tuple[str, ...]:
@@ -225,7 +209,7 @@ class SwinConfig(ModelConfig):
 
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses:
         # Counted: no difference but the bias of fc1, which the estimate subtracts for every family that was counted.
-        return ExtraPasses()
+        return (), ()
 
 
 def _sizes(embed_dim: int, depths: tuple[int, ...], first_heads: int) -> dict[str, Any]:

@@ -11,22 +11,14 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.description import MODES, AttentionShape, block_index
+from vitpar.models.description import MODES, AttentionShape
+from vitpar.models.initial import Rules, constant, lecun_normal, normal, patch_convolution
 from vitpar.models.layers import MLP, Layer, LayerNorm, ResidualBlock, StackedLinear
 from vitpar.models.swin.config import SwinConfig, SwinStage
 from vitpar.sharded import to_local
 
 MASKED = -100.0
 """Number added to the scores of tokens that are neighbours only because the image was rolled; timm's."""
-
-
-def relative_positions(window: int) -> Tensor:
-    """Return the place in the flat table of biases for each (query, key) of a window: int64 [window², window²]."""
-    row, column = (
-        place.flatten() for place in torch.meshgrid(torch.arange(window), torch.arange(window), indexing="ij")
-    )
-    rows, columns = (place[:, None] - place + window - 1 for place in (row, column))
-    return rows * (2 * window - 1) + columns
 
 
 def shift_mask(grid: int, window: int, shift: int) -> Tensor:
@@ -121,8 +113,11 @@ class WindowAttention(nn.Module):
             self.register_buffer("shift_mask", torch.empty(stage.windows, tokens, tokens), persistent=False)
 
     def reset_buffers(self) -> None:
-        """Fill the places of biases and the mask of the shift."""
-        self.relative_position_index.copy_(relative_positions(self.window))
+        """Fill the places in the flat table of biases of each (query, key), and the mask of the shift."""
+        places = torch.arange(self.window)
+        rows, columns = (place.flatten() for place in torch.meshgrid(places, places, indexing="ij"))
+        rows, columns = (place[:, None] - place + self.window - 1 for place in (rows, columns))
+        self.relative_position_index.copy_(rows * (2 * self.window - 1) + columns)
         if self.shift:
             self.shift_mask.copy_(shift_mask(self.grid, self.window, self.shift))
 
@@ -212,6 +207,24 @@ class Head(Layer):
         return self.fc(self.pooled(self.norm(x).mean(dim=1)))
 
 
-def build_layer(config: SwinConfig, name: str) -> Layer:
-    """Return the layer called `name`."""
-    return Embed(config) if name == "embed" else Head(config) if name == "head" else Block(config, block_index(name))
+build_block = Block
+
+
+SCHEMES: dict[str, Rules] = {
+    # timm's trunc_normal_ cuts at ±2, which is 100 deviations here: it cuts nothing off.
+    "timm": (
+        ("*norm*.weight", constant(1.0)),
+        ("*norm*.bias", constant(0.0)),
+        ("embed.patch_embed.proj.*", patch_convolution),
+        ("*.bias", constant(0.0)),
+        ("*", normal(0.02)),
+    ),
+    # Biases by relative position as large as the scores, so that mistakes in them show.
+    "perturbed": (
+        ("*norm*.weight", normal(0.1, mean=1.0)),
+        ("*.relative_position_bias_table", normal(0.5)),
+        ("*.bias", normal(0.05)),
+        ("*.weight", lecun_normal),
+    ),
+}
+"""The rules of each scheme; the first pattern that matches a parameter's name decides."""

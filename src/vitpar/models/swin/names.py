@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from einops import rearrange
-from torch import Tensor
 
 from vitpar.errors import DataError
 from vitpar.limits import MAX_WIDTH
@@ -32,12 +31,10 @@ from vitpar.models.description import block_name
 from vitpar.models.rows import KERNEL, Found, Library, Packing, Row, Shapes, interleaved, row
 from vitpar.models.swin.config import SHIPPED, SwinConfig
 
-
-def _heads_first(config: SwinConfig, table: Tensor) -> Tensor:
-    return rearrange(table, "(a b) h -> h a b", a=math.isqrt(len(table)))
-
-
-_BIASES = Packing(_heads_first, lambda c, table: rearrange(table, "h a b -> (a b) h"))
+_BIASES = Packing(
+    lambda c, table: rearrange(table, "(a b) h -> h a b", a=math.isqrt(len(table))),
+    lambda c, table: rearrange(table, "h a b -> (a b) h"),
+)
 _MERGED = Packing(
     lambda c, merged: rearrange(merged, "... (n c) -> ... (c n)", n=4),
     lambda c, merged: rearrange(merged, "... (c n) -> ... (n c)", n=4),
@@ -110,44 +107,6 @@ ARGUMENTS = (*TIMM, *numbers(depths="depths", window_size="window_size", mlp_rat
 """Arguments of timm's model, which are written; its tensors and `input_size` show them."""
 
 
-def _said(said: Mapping[str, Any]) -> dict[str, Any]:
-    if "model_type" not in said:
-        return input_size(said)
-    found = read_settings(said, numbers(image_size="image_size"), {"hidden_act": "gelu"})
-    if (eps := said.get("layer_norm_eps", SwinConfig.norm_eps)) != SwinConfig.norm_eps:
-        # transformers gives this epsilon to some norms only: those of merging and embedding have torch's default.
-        raise DataError(f"config.json has layer_norm_eps {eps}, but only {SwinConfig.norm_eps} can be imported")
-    return found
-
-
-def _visible(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]:
-    shown, width, count = size.of_patches(), size(f"{_PROJECTION}.weight", 0), found.count("stages")
-    if count > (most := MAX_WIDTH.bit_length()):
-        raise DataError(f"'{size.place}' has {count} stages: models with more than {most} cannot be imported")
-    firsts = [f"stages.{stage}.0" for stage in range(count)]
-    windows = [(math.isqrt(size(f"{first}.{_BIAS}", 0)) + 1) // 2 for first in firsts]
-    window, patch = max(windows, default=1), shown["patch_size"]
-    # By default the size for which the last stage has one window, as in the published models.
-    image = known.get("image_size", window * 2 ** (count - 1) * patch)
-    if grid := _grid_of_masks(found.shapes) or _grid_of_windows(windows):
-        image = grid * patch
-    # The window of the model that was named may be larger than every stage.
-    usual = known.get("window_size", 0)
-    if [min(usual, image // patch >> stage) for stage in range(count)] == windows:
-        window = usual
-    return shown | {
-        "embed_dim": width,
-        "depths": tuple(found.count(f"stages.{stage}") for stage in range(count)),
-        "num_heads": tuple(size(f"{first}.{_BIAS}", 1) for first in firsts),
-        "window_size": window,
-        "mlp_ratio": shortest_ratio(
-            [width * 2**stage for stage in range(count)], [size(f"{first}.mlp.fc1.weight", 0) for first in firsts]
-        ),
-        "image_size": image,
-        "num_classes": size("head.fc.weight", 0) if "head.fc.weight" in size else 1,
-    }
-
-
 def _grid_of_masks(shapes: Shapes) -> int | None:
     """Return the patches along a side of the image according to the shape of a mask in Microsoft's files, or None."""
     for name, shape in shapes.items():
@@ -156,43 +115,70 @@ def _grid_of_masks(shapes: Shapes) -> int | None:
     return None
 
 
-def _grid_of_windows(windows: Sequence[int]) -> int | None:
-    """Return the patches along a side of the image if a stage has a smaller window, which has all its tokens."""
-    small = next((stage for stage, window in enumerate(windows) if window < max(windows)), None)
-    return None if small is None else windows[small] * 2**small
+class SwinWeights(Conversion):
+    """Conversion of a Swin Transformer's weights."""
 
+    family = SwinConfig
+    title = "a Swin Transformer"
+    libraries = LIBRARIES
+    compared = ("patch_size", "embed_dim", "depths", "num_heads", "window_size", "mlp_ratio")
+    writes = ("timm",)
 
-def _layers(config: SwinConfig) -> dict[str, str]:
-    layers = dict[str, str]()
-    for stage in config.stages:
-        first = stage.blocks.start
-        layers |= {f"stages.{stage.number - 1}.{block - first}": block_name(block) for block in stage.blocks}
-        layers |= {f"after.{stage.number - 2}": block_name(first)} if stage.number > 1 else {}
-    return layers
+    def read(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        if "model_type" not in said:
+            return input_size(said)
+        found = read_settings(said, numbers(image_size="image_size"), {"hidden_act": "gelu"})
+        if (eps := said.get("layer_norm_eps", SwinConfig.norm_eps)) != SwinConfig.norm_eps:
+            # transformers gives this epsilon to some norms only: those of merging and embedding have torch's default.
+            raise DataError(f"config.json has layer_norm_eps {eps}, but only {SwinConfig.norm_eps} can be imported")
+        return found
 
+    def visible(self, size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]:
+        shown, width, count = size.of_patches(), size(f"{_PROJECTION}.weight", 0), found.count("stages")
+        if count > (most := MAX_WIDTH.bit_length()):
+            raise DataError(f"'{size.place}' has {count} stages: models with more than {most} cannot be imported")
+        firsts = [f"stages.{stage}.0" for stage in range(count)]
+        windows = [(math.isqrt(size(f"{first}.{_BIAS}", 0)) + 1) // 2 for first in firsts]
+        window, patch = max(windows, default=1), shown["patch_size"]
+        # By default the size for which the last stage has one window, as in the published models.
+        image = known.get("image_size", window * 2 ** (count - 1) * patch)
+        small = next((stage for stage, side in enumerate(windows) if side < window), None)
+        if grid := _grid_of_masks(found.shapes):
+            image = grid * patch
+        elif small is not None:  # the window of a stage that is smaller has all its tokens
+            image = windows[small] * 2**small * patch
+        # The window of the model that was named may be larger than every stage.
+        usual = known.get("window_size", 0)
+        if [min(usual, image // patch >> stage) for stage in range(count)] == windows:
+            window = usual
+        return shown | {
+            "embed_dim": width,
+            "depths": tuple(found.count(f"stages.{stage}") for stage in range(count)),
+            "num_heads": tuple(size(f"{first}.{_BIAS}", 1) for first in firsts),
+            "window_size": window,
+            "mlp_ratio": shortest_ratio(
+                [width * 2**stage for stage in range(count)], [size(f"{first}.mlp.fc1.weight", 0) for first in firsts]
+            ),
+            "image_size": image,
+            "num_classes": size("head.fc.weight", 0) if "head.fc.weight" in size else 1,
+        }
 
-def _exported(config: SwinConfig, format_name: str) -> Exported:
-    refuse_other_parts(config, "timm", {"norm_eps": (SwinConfig.norm_eps,)})
-    name = config.name.partition(".")[0]
-    settings = {
-        "architecture": name if name in SHIPPED and "huge" not in name else "swin_tiny_patch4_window7_224",
-        "num_classes": config.num_classes,
-        "num_features": config.features,
-        "global_pool": "avg",
-        "model_args": settings_of(config, ARGUMENTS),
-    }
-    return Exported(WEIGHTS.tensors(config, format_name), settings)
+    def layers(self, config: SwinConfig) -> dict[str, str]:
+        layers = dict[str, str]()
+        for stage in config.stages:
+            first = stage.blocks.start
+            layers |= {f"stages.{stage.number - 1}.{block - first}": block_name(block) for block in stage.blocks}
+            layers |= {f"after.{stage.number - 2}": block_name(first)} if stage.number > 1 else {}
+        return layers
 
-
-WEIGHTS = Conversion(
-    SwinConfig,
-    "a Swin Transformer",
-    LIBRARIES,
-    _visible,
-    _exported,
-    _said,
-    compared=("patch_size", "embed_dim", "depths", "num_heads", "window_size", "mlp_ratio"),
-    writes=("timm",),
-    layers=_layers,
-)
-"""Conversion of a Swin Transformer's weights."""
+    def export(self, config: SwinConfig, format_name: str) -> Exported:
+        refuse_other_parts(config, "timm", {"norm_eps": (SwinConfig.norm_eps,)})
+        name = config.name.partition(".")[0]
+        settings = {
+            "architecture": name if name in SHIPPED and "huge" not in name else "swin_tiny_patch4_window7_224",
+            "num_classes": config.num_classes,
+            "num_features": config.features,
+            "global_pool": "avg",
+            "model_args": settings_of(config, ARGUMENTS),
+        }
+        return Exported(self.tensors(config, format_name), settings)

@@ -11,18 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
-from vitpar.models.config import GATED, check_ranges
-from vitpar.models.description import SideInput, block_index, block_name, is_block
-from vitpar.models.text import TextConfig, padding_mask, refuse_missing
+from vitpar.models.bases import EncoderDecoder, TextConfig, check_fields, padding_mask
+from vitpar.models.config import GATED
+from vitpar.models.description import SideInput, block_name
 from vitpar.text import shown
 
-_WORDS = {"activation": ("relu", "geglu_tanh"), "init": ("t5", "perturbed")}
 TABLE = "attn.relative_attention_bias"
 """Name of the table of biases by relative position, in every block of the encoder and the decoder."""
 
 
 @dataclass(frozen=True, repr=False)
-class T5Config(TextConfig):
+class T5Config(EncoderDecoder, TextConfig):
     """Architecture of a T5.
 
     Its blocks are `depth` blocks of the encoder, one layer that embeds the decoder's ids behind the encoder's tokens,
@@ -30,6 +29,7 @@ class T5Config(TextConfig):
     """
 
     FAMILY: ClassVar[str] = "t5"
+    NEEDED: ClassVar[tuple[str, ...]] = ("embed_dim", "depth", "num_heads")
 
     name: str
     """Name of the model; only messages use it."""
@@ -72,7 +72,7 @@ class T5Config(TextConfig):
 
     def __post_init__(self) -> None:
         name = shown(self.name)
-        check_ranges(self, _WORDS)
+        check_fields(self)
         # The encoder has half of the buckets for each direction, and half of these for single distances.
         if self.num_buckets < 4 or self.num_buckets % 4:
             raise ModelError(f"num_buckets of {name} is {self.num_buckets}: it must be a multiple of 4")
@@ -83,19 +83,16 @@ class T5Config(TextConfig):
             )
 
     @classmethod
-    def knows(cls, name: str) -> bool:
-        return name == "t5_custom" or name in _NAMES
+    def fields_of(cls, name: str) -> Mapping[str, Any] | None:
+        return _NAMES.get(name)
 
     @classmethod
-    def named(cls, name: str, options: Mapping[str, Any]) -> Self:
-        if name == "t5_custom":
-            refuse_missing(name, options, {"embed_dim", "depth", "num_heads"})
-            fields: dict[str, Any] = {"mlp_hidden_dim": 4 * options["embed_dim"], **options}
-            fields.setdefault("head_dim", max(1, options["embed_dim"] // options["num_heads"]))
-        else:
-            fields = {**_NAMES[name], **options}
-        fields.setdefault("decoder_depth", fields["depth"])
-        return cls(name=name, **fields)
+    def completed(cls, known: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        fields = {**known, **options}
+        if not known:
+            width, heads = fields["embed_dim"], fields["num_heads"]
+            fields = {"mlp_hidden_dim": 4 * width, "head_dim": max(1, width // heads), **fields}
+        return {"decoder_depth": fields["depth"], **fields}
 
     @classmethod
     def published(cls) -> tuple[str, ...]:
@@ -110,19 +107,6 @@ class T5Config(TextConfig):
     def gates(self) -> int:
         """Features that the first linear layer of an MLP gives for each hidden one: 2 with gates, else 1."""
         return 2 if self.activation in GATED else 1
-
-    @property
-    def stochastic(self) -> bool:
-        return self.dropout > 0
-
-    @property
-    def dec_embed(self) -> str:
-        """Name of the layer that embeds the decoder's ids."""
-        return block_name(self.depth)
-
-    def decodes(self, block: int) -> bool:
-        """Return whether a block is one of the decoder. block: its number in the model."""
-        return block > self.depth
 
     @property
     def side_inputs(self) -> Mapping[str, SideInput]:
@@ -147,18 +131,8 @@ class T5Config(TextConfig):
         return replace(self, embed_dim=width, head_dim=8, mlp_hidden_dim=2 * width, vocab_size=64)
 
     @property
-    def num_blocks(self) -> int:
-        return self.depth + 1 + self.decoder_depth
-
-    @property
     def output_shape(self) -> tuple[int, ...]:
         return self.decoder_tokens, self.vocab_size
-
-    def kind_of(self, name: str) -> tuple[str, str | None]:
-        if not is_block(name):
-            return super().kind_of(name)
-        kind = "dec_embed" if name == self.dec_embed else "decoder" if self.decodes(block_index(name)) else "encoder"
-        return kind, kind
 
 
 def _sizes(embed_dim: int, depth: int, num_heads: int, head_dim: int, mlp_hidden_dim: int) -> dict[str, Any]:

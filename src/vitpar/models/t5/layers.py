@@ -5,6 +5,7 @@ the decoder's. Under tensor parallelism a block may compute only some of its hea
 """
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.description import AttentionShape, block_index
+from vitpar.models.description import AttentionShape
+from vitpar.models.initial import Rules, constant, lecun_normal, normal
 from vitpar.models.layers import MLP, Layer, StackedLinear
 from vitpar.models.t5.config import T5Config
 from vitpar.models.text_layers import Embedding, TextLayer, TokenLogits, masked, padding_scores
@@ -154,19 +156,22 @@ class DecoderEmbed(TextLayer):
         return torch.cat([encoded, self.dropped(self.word_embeddings(decoder_input_ids), keys, 1)], dim=1)
 
 
-class EncoderBlock(TextLayer):
-    """Block of the encoder: tokens [batch, tokens, width] -> the same shape.
+class T5Block(TextLayer):
+    """Base of the blocks of the encoder and, where it `decodes`, of the decoder.
 
     index: number of the block in the model.
     """
 
     TENSOR_PARALLEL: ClassVar = {"norm1": "norm", "norm2": "norm"}
-    GROUP_SIDES = ("attention_mask",)
 
-    def __init__(self, config: T5Config, index: int) -> None:
+    def __init__(self, config: T5Config, index: int, decodes: bool) -> None:
         super().__init__(1 + index, config.dropout)
         self.norm1, self.norm2 = _norm(config), _norm(config)
-        self.attn = SelfAttention(config, decodes=False)
+        if decodes:
+            self.norm3 = _norm(config)
+        self.attn = SelfAttention(config, decodes)
+        if decodes:
+            self.cross_attn = CrossAttention(config)
         self.mlp = MLP(config.embed_dim, config.mlp_hidden_dim, config.activation, bias=False)
 
     def take_heads(self, index: int, parts: int) -> None:
@@ -175,6 +180,12 @@ class EncoderBlock(TextLayer):
     def reset_buffers(self) -> None:
         super().reset_buffers()
         self.attn.reset_buffers()
+
+
+class EncoderBlock(T5Block):
+    """Block of the encoder: tokens [batch, tokens, width] -> the same shape."""
+
+    GROUP_SIDES = ("attention_mask",)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None, keys: Tensor | None = None) -> Tensor:
         """Return the tokens.
@@ -187,29 +198,11 @@ class EncoderBlock(TextLayer):
         return x + self.dropped(self.mlp(self.norm2(x)), keys, 1)
 
 
-class DecoderBlock(TextLayer):
-    """Block of the decoder: tokens of encoder and decoder [batch, tokens, width] -> the same shape.
-
-    index: number of the block in the model.
-    """
+class DecoderBlock(T5Block):
+    """Block of the decoder: tokens of encoder and decoder [batch, tokens, width] -> the same shape."""
 
     TENSOR_PARALLEL: ClassVar = {"norm1": "norm", "norm2": "norm", "norm3": "norm"}
     GROUP_SIDES = ("attention_mask", "decoder_attention_mask")
-
-    def __init__(self, config: T5Config, index: int) -> None:
-        super().__init__(1 + index, config.dropout)
-        self.decoder_tokens = config.decoder_tokens
-        self.norm1, self.norm2, self.norm3 = _norm(config), _norm(config), _norm(config)
-        self.attn = SelfAttention(config, decodes=True)
-        self.cross_attn = CrossAttention(config)
-        self.mlp = MLP(config.embed_dim, config.mlp_hidden_dim, config.activation, bias=False)
-
-    def take_heads(self, index: int, parts: int) -> None:
-        self.attn.first_head = index * self.attn.config.num_heads // parts
-
-    def reset_buffers(self) -> None:
-        super().reset_buffers()
-        self.attn.reset_buffers()
 
     def forward(
         self,
@@ -225,7 +218,7 @@ class DecoderBlock(TextLayer):
             tensor-parallel group, tokens], 0 for padding; None for none.
         keys: int64 [batch] or None (nothing is dropped).
         """
-        encoded, x = x[:, : -self.decoder_tokens], x[:, -self.decoder_tokens :]
+        encoded, x = x[:, : -self.attn.tokens], x[:, -self.attn.tokens :]
         x = x + self.dropped(self.attn(self.norm1(x), decoder_attention_mask), keys, 0)
         x = x + self.dropped(self.cross_attn(self.norm2(x), encoded, attention_mask), keys, 1)
         x = x + self.dropped(self.mlp(self.norm3(x)), keys, 2)
@@ -249,11 +242,46 @@ class Head(TextLayer):
         return self.fc(x if self.scale is None else x * self.scale)
 
 
-def build_layer(config: T5Config, name: str) -> Layer:
-    """Return the layer called `name`."""
-    if name in ("embed", "head"):
-        return Embed(config) if name == "embed" else Head(config)
-    index = block_index(name)
-    if name == config.dec_embed:
+def build_block(config: T5Config, index: int) -> Layer:
+    """Return a block by its number in the model."""
+    if index == config.depth:
         return DecoderEmbed(config)
-    return DecoderBlock(config, index) if config.decodes(index) else EncoderBlock(config, index)
+    decodes = index > config.depth
+    return (DecoderBlock if decodes else EncoderBlock)(config, index, decodes)
+
+
+def _deviation(of: Callable[[T5Config], float]) -> Callable[..., Tensor]:
+    """Return the rule of normal numbers whose standard deviation is a function of the configuration."""
+    return lambda v, shape, c: normal(of(c))(v, shape, c)
+
+
+def _queries_keys_values(v: Tensor, shape: torch.Size, c: T5Config, start: int) -> Tensor:
+    """Return normal numbers, those of queries divided by the root of a head's features: attention does not scale."""
+    rows = torch.arange(start, start + v.numel()) // shape[1]
+    queries = rows // c.head_dim % 3 == 0
+    return normal(c.embed_dim**-0.5)(v, shape, c).mul_(torch.where(queries, c.head_dim**-0.5, 1.0))
+
+
+_queries_keys_values.by_place = True  # type: ignore[attr-defined]
+
+SCHEMES: dict[str, Rules] = {
+    "t5": (
+        ("*norm*.weight", constant(1.0)),
+        ("*.word_embeddings.weight", normal(1.0)),
+        ("head.fc.weight", normal(1.0)),
+        ("*.relative_attention_bias", _deviation(lambda c: c.embed_dim**-0.5)),
+        ("*.attn.qkv.weight", _queries_keys_values),
+        ("*.cross_attn.q.weight", _deviation(lambda c: (c.embed_dim * c.head_dim) ** -0.5)),
+        ("*.proj.weight", _deviation(lambda c: c.inner_dim**-0.5)),
+        ("*.fc2.weight", _deviation(lambda c: c.mlp_hidden_dim**-0.5)),
+        ("*", _deviation(lambda c: c.embed_dim**-0.5)),
+    ),
+    # Biases by relative position as large as the scores, so that mistakes in them show.
+    "perturbed": (
+        ("*norm*.weight", normal(0.1, mean=1.0)),
+        ("*.relative_attention_bias", normal(0.5)),
+        ("*.word_embeddings.weight", normal(math.sqrt(0.5))),
+        ("*", lecun_normal),
+    ),
+}
+"""The rules of each scheme; the first pattern that matches a parameter's name decides."""

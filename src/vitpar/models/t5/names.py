@@ -8,7 +8,7 @@ has the last norm of the encoder. Tables of biases by relative position are [buc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from vitpar.models.config_keys import ConfigKey, numbers, read_settings, settings_of
 from vitpar.models.convert import Conversion, Exported, Sizes
@@ -71,72 +71,62 @@ SETTINGS = (
 """Settings of transformers' config.json."""
 
 
-def _said(said: Mapping[str, Any]) -> dict[str, Any]:
-    # upstream: transformers 5 writes that all are tied, and apart from it whether outputs are scaled.
-    tied = said.get("scale_decoder_outputs", said.get("tie_word_embeddings", True)) is not False
-    return {**read_settings(said, SETTINGS), "tied": tied}
+class T5Weights(Conversion):
+    """Conversion of T5's weights."""
 
-
-def _visible(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]:
-    table, hidden = f"encoder.0.{TABLE}", size("encoder.0.mlp.fc2.weight", 1)
-    num_heads, gated = size(table, 1), size("encoder.0.mlp.fc1.weight", 0) == 2 * hidden
-    return {
-        "embed_dim": size(_WORDS, 1),
-        "depth": found.count("encoder"),
-        "decoder_depth": found.count("decoder"),
-        "num_heads": num_heads,
-        "head_dim": size("encoder.0.attn.proj.weight", 1) // max(1, num_heads),
-        "mlp_hidden_dim": hidden,
-        "vocab_size": size(_WORDS, 0),
-        "num_buckets": size(table, 0),
-        "activation": "geglu_tanh" if gated else "relu",
-        # Version 1.1 is the one with gates and an output of its own; transformers 5 calls its outputs tied too.
-        "tied": known.get("tied", _LOGITS not in size or not gated),
-    }
-
-
-def _special(found: Found, config: T5Config) -> tuple[Row, ...]:
-    """Leave out a second copy of the word embeddings, or read it where they stand for a matrix that is not tied."""
-    links = tuple(link for link in found.links if link.ours != (_LOGITS,) or not config.tied)
-    if not config.tied and _LOGITS not in found.names and _WORDS in found.names:
-        # upstream: transformers 5 may tie what it does not scale.
-        return (*links, Row((_LOGITS,), found.names[_WORDS], SAME))
-    return links
-
-
-def _layers(config: T5Config) -> dict[str, str]:
-    encoder = {f"encoder.{index}": block_name(index) for index in range(config.depth)}
-    decoder = {f"decoder.{index}": block_name(config.depth + 1 + index) for index in range(config.decoder_depth)}
-    return {**encoder, "dec_embed": config.dec_embed, **decoder}
-
-
-def _exported(config: T5Config, format_name: str) -> Exported:
-    """Return the model as ``transformers.T5ForConditionalGeneration`` has it."""
-    settings = {
-        "architectures": ["T5ForConditionalGeneration"],
-        "model_type": "t5",
-        **settings_of(config, SETTINGS),
-        "tie_word_embeddings": config.tied,
-        "is_encoder_decoder": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 0,
-    }
-    return Exported(WEIGHTS.tensors(config, format_name), settings)
-
-
-WEIGHTS = Conversion(
-    T5Config,
-    "a T5",
-    {"transformers": _TRANSFORMERS},
-    _visible,
-    _exported,
-    _said,
-    compared=(
+    family = T5Config
+    title = "a T5"
+    libraries: ClassVar = {"transformers": _TRANSFORMERS}
+    compared = (
         *("embed_dim", "depth", "decoder_depth", "num_heads", "head_dim", "mlp_hidden_dim", "vocab_size"),
         *("num_buckets", "activation", "tied"),
-    ),
-    layers=_layers,
-    special=_special,
-)
-"""Conversion of T5's weights."""
+    )
+
+    def read(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        # upstream: transformers 5 writes that all are tied, and apart from it whether outputs are scaled.
+        tied = said.get("scale_decoder_outputs", said.get("tie_word_embeddings", True)) is not False
+        return {**read_settings(said, SETTINGS), "tied": tied}
+
+    def visible(self, size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]:
+        table, hidden = f"encoder.0.{TABLE}", size("encoder.0.mlp.fc2.weight", 1)
+        num_heads, gated = size(table, 1), size("encoder.0.mlp.fc1.weight", 0) == 2 * hidden
+        return {
+            "embed_dim": size(_WORDS, 1),
+            "depth": found.count("encoder"),
+            "decoder_depth": found.count("decoder"),
+            "num_heads": num_heads,
+            "head_dim": size("encoder.0.attn.proj.weight", 1) // max(1, num_heads),
+            "mlp_hidden_dim": hidden,
+            "vocab_size": size(_WORDS, 0),
+            "num_buckets": size(table, 0),
+            "activation": "geglu_tanh" if gated else "relu",
+            # Version 1.1 is the one with gates and an output of its own; transformers 5 calls its outputs tied too.
+            "tied": known.get("tied", _LOGITS not in size or not gated),
+        }
+
+    def special(self, found: Found, config: T5Config) -> tuple[Row, ...]:
+        """Leave out a second copy of the word embeddings, or read it where they stand for a matrix that is not tied."""
+        links = tuple(link for link in found.links if link.ours != (_LOGITS,) or not config.tied)
+        if not config.tied and _LOGITS not in found.names and _WORDS in found.names:
+            # upstream: transformers 5 may tie what it does not scale.
+            return (*links, Row((_LOGITS,), found.names[_WORDS], SAME))
+        return links
+
+    def layers(self, config: T5Config) -> dict[str, str]:
+        encoder = {f"encoder.{index}": block_name(index) for index in range(config.depth)}
+        decoder = {f"decoder.{index}": block_name(config.depth + 1 + index) for index in range(config.decoder_depth)}
+        return {**encoder, "dec_embed": config.dec_embed, **decoder}
+
+    def export(self, config: T5Config, format_name: str) -> Exported:
+        """Return the model as ``transformers.T5ForConditionalGeneration`` has it."""
+        settings = {
+            "architectures": ["T5ForConditionalGeneration"],
+            "model_type": "t5",
+            **settings_of(config, SETTINGS),
+            "tie_word_embeddings": config.tied,
+            "is_encoder_decoder": True,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 0,
+        }
+        return Exported(self.tensors(config, format_name), settings)

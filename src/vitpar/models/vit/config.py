@@ -5,27 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from vitpar.errors import ModelError
 from vitpar.limits import MAX_MEASURE
-from vitpar.models.config import GATED, ModelConfig, check_ranges, check_tokens, late_module
-from vitpar.models.description import ExtraPasses, PassTable
+from vitpar.models.bases import check_fields, check_tokens
+from vitpar.models.config import GATED, ModelConfig, late_module
+from vitpar.models.description import Adapted, ExtraPasses
 from vitpar.models.vit.published import PUBLISHED, fields_of
 from vitpar.text import shown
-
-if TYPE_CHECKING:
-    from vitpar.models.rows import Adapted
-
-_WORDS = {
-    "pool": ("cls", "avg", "map"),
-    "position": ("learned", "sincos2d", "none"),
-    "rope": ("none", "axial", "dinov3"),
-    "norm": ("layer", "rms"),
-    "activation": ("gelu", "gelu_tanh", "swiglu", "geglu"),
-    "qkv_bias": ("all", "qv", "none"),
-    "init": ("jax", "timm", "moco", "perturbed"),
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,6 +21,7 @@ class ViTConfig(ModelConfig):
     """Architecture of a Vision Transformer."""
 
     FAMILY: ClassVar[str] = "vit"
+    NEEDED: ClassVar[tuple[str, ...]] = ("patch_size", "embed_dim", "depth", "num_heads")
     CALIBRATED: ClassVar[bool] = True
 
     name: str
@@ -109,11 +98,7 @@ class ViTConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         name = shown(self.name)
-        check_ranges(self, _WORDS)
-        if self.embed_dim % self.num_heads:
-            raise ModelError(
-                f"{self.num_heads} heads do not divide embed_dim {self.embed_dim} of {name}: change one of the two"
-            )
+        check_fields(self)
         if self.position == "sincos2d" and self.embed_dim % 4:
             raise ModelError(f"embed_dim of {name} is {self.embed_dim}: 2-D sincos positions need a multiple of 4")
         if self.distillation and self.pool != "cls":
@@ -188,11 +173,6 @@ class ViTConfig(ModelConfig):
         return 2 if self.activation in GATED else 1
 
     @property
-    def features(self) -> int:
-        """Features that the classifier reads."""
-        return self.representation_size or self.embed_dim
-
-    @property
     def head_dim(self) -> int:
         """Features of one attention head."""
         return self.embed_dim // self.num_heads
@@ -202,30 +182,14 @@ class ViTConfig(ModelConfig):
         """Whether attention takes queries, keys and values as one linear layer gives them."""
         return self.qkv_bias != "qv" and not self.qk_norm and self.rope == "none"
 
-    @property
-    def stochastic(self) -> bool:
-        """Whether training draws random numbers inside the model."""
-        return self.drop_path > 0 or self.dropout > 0
+    @classmethod
+    def fields_of(cls, name: str) -> Mapping[str, Any] | None:
+        return fields_of(name)
 
     @classmethod
-    def knows(cls, name: str) -> bool:
-        return name == "vit_custom" or fields_of(name) is not None
-
-    @classmethod
-    def named(cls, name: str, options: Mapping[str, Any]) -> Self:
-        if name == "vit_custom":
-            missing = {"patch_size", "embed_dim", "depth", "num_heads"} - set(options)
-            if missing:
-                raise ModelError(
-                    f"vit_custom needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}"
-                )
-            return cls(name=name, **{"mlp_hidden_dim": 4 * options["embed_dim"], **options})
-        fields = fields_of(name)
-        assert fields is not None, f"{name} is no ViT"
-        fields |= options
-        if "embed_dim" in options and "mlp_hidden_dim" not in options:
-            fields["mlp_hidden_dim"] = 4 * options["embed_dim"]
-        return cls(name=name, **fields)
+    def completed(cls, known: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        hidden = {"mlp_hidden_dim": 4 * options["embed_dim"]} if "embed_dim" in options else {}
+        return {**known, **hidden, **options}
 
     @classmethod
     def published(cls) -> tuple[str, ...]:
@@ -243,8 +207,25 @@ class ViTConfig(ModelConfig):
         # Not counted: parallel blocks, what gates cost, and that norms of queries and keys cost 5 passes more with
         # rotary positions or separate biases. `experiments/dry_bench.py` counts.
         if self.parallel_blocks:
-            return ExtraPasses()
-        return ExtraPasses(_stream(self, plain), _heads(self, whole))
+            return (), ()
+        scales, drops, packs = self.layer_scale is not None, self.drop_path > 0, whole and self.qkv_bias == "all"
+        # As ``Block._ends_in_products`` of the model.
+        ends_in_products = {"attn.proj", "mlp.fc2"} <= {*plain} and not scales and not self.dropout
+        stream = (
+            (True, -1, -1),  # the sum after attention is kept for backward
+            (ends_in_products, -2, -2),  # fc2 adds to the residual; the biases of proj and fc2 are summed by the norms
+            (scales, 0, 7),  # the gradients of layer scale
+            (drops, 0, 2 if scales else 4),  # drop-path
+            (self.dropout > 0, 0.5, 4),  # dropout
+        )
+        heads = (
+            # The kernel that packs the gradients sums the bias, if there is one.
+            (packs or self.qkv_bias != "all", 0, -3),
+            (self.qkv_bias == "qv", 4, 2),  # biases of queries and values are added after the product
+            (self.rope != "none", 8, 0 if packs else 6),  # rotary positions
+            (self.qk_norm, 8, 7),  # norms of queries and keys
+        )
+        return stream, heads
 
     def adapted(self, there: ModelConfig) -> Adapted | None:
         made: Adapted | None = late_module("vitpar.models.vit.names").averaging(self, there)
@@ -256,26 +237,3 @@ class ViTConfig(ModelConfig):
     @property
     def tiny(self) -> Self:
         return replace(self, embed_dim=8 * self.num_heads, mlp_hidden_dim=16 * self.num_heads)
-
-
-def _stream(config: ViTConfig, plain: Collection[str]) -> PassTable:
-    scales, drops = config.layer_scale is not None, config.drop_path > 0
-    # As ``Block._ends_in_products`` of the model.
-    ends_in_products = {"attn.proj", "mlp.fc2"} <= {*plain} and not scales and not config.dropout
-    return (
-        (True, -1, -1),  # the sum after attention is kept for backward
-        (ends_in_products, -2, -2),  # fc2 adds to the residual; the biases of proj and fc2 are summed by the norms
-        (scales, 0, 7),  # the gradients of layer scale
-        (drops, 0, 2 if scales else 4),  # drop-path
-        (config.dropout > 0, 0.5, 4),  # dropout
-    )
-
-
-def _heads(config: ViTConfig, whole: bool) -> PassTable:
-    unbiased, packs = config.qkv_bias != "all", whole and config.qkv_bias == "all"
-    return (
-        (packs or unbiased, 0, -3),  # the kernel that packs the gradients sums the bias, if there is one
-        (config.qkv_bias == "qv", 4, 2),  # biases of queries and values are added after the product
-        (config.rope != "none", 8, 0 if packs else 6),  # rotary positions
-        (config.qk_norm, 8, 7),  # norms of queries and keys
-    )

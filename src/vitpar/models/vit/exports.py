@@ -14,7 +14,6 @@ from vitpar.errors import DataError
 from vitpar.limits import MAX_TOKENS
 from vitpar.models.config_keys import (
     TIMM,
-    TRANSFORMERS,
     TRANSFORMERS_IMAGES,
     numbers,
     refuse_other_parts,
@@ -22,7 +21,7 @@ from vitpar.models.config_keys import (
     shortest_ratio,
 )
 from vitpar.models.convert import Conversion, Exported
-from vitpar.models.rows import MadeTensor
+from vitpar.models.description import MadeTensor
 from vitpar.models.vit.config import ViTConfig
 from vitpar.models.vit.published import PUBLISHED
 
@@ -52,31 +51,19 @@ def kind(c: ViTConfig) -> str:
     return "deit" if c.distillation else "vit"
 
 
-def exported(weights: Conversion, c: ViTConfig, format_name: str) -> Exported:
-    """Return the model as `format_name` ("timm" or "transformers") has it.
-
-    weights: conversion of the family.
-
-    Raises DataError for parts that no model of that library has.
-    """
-    return (_timm if format_name == "timm" else _transformers)(weights, c)
-
-
-def _parts_of_timm(c: ViTConfig) -> dict[str, Sequence[Any]]:
-    """Return the values that fields of timm's model may have."""
-    parts: dict[str, Sequence[Any]] = {"rope_register_temperature": [None], "activation": [*_NAMES]}
-    if is_eva(c):
-        own: dict[str, Sequence[Any]] = {"activation": ("gelu", "swiglu"), "norm": ["layer"], "distillation": [False]}
-        return parts | own | {"pool": ("cls", "avg"), "position": ("learned", "none")}
-    if c.distillation:
-        parts |= {"num_reg_tokens": [0], "prefix_positions": [True], "position": ["learned"]}
-        parts["activation"] = ("gelu", "gelu_tanh")
-    return parts | {"norm": ("layer", "rms") if c.gates == 1 else ["layer"]}
-
-
-def _timm(weights: Conversion, c: ViTConfig) -> Exported:
-    refuse_other_parts(c, "timm", _parts_of_timm(c))
+def timm(weights: Conversion, c: ViTConfig) -> Exported:
+    """Return the model as timm has it. weights: conversion of the family. Raises DataError for parts that it lacks."""
     eva, notes = is_eva(c), list[str]()
+    parts: dict[str, Sequence[Any]] = {"rope_register_temperature": [None], "activation": [*_NAMES]}
+    if eva:
+        parts |= {"activation": ("gelu", "swiglu"), "norm": ["layer"], "distillation": [False]}
+        parts |= {"pool": ("cls", "avg"), "position": ("learned", "none")}
+    else:
+        if c.distillation:
+            parts |= {"num_reg_tokens": [0], "prefix_positions": [True], "position": ["learned"]}
+            parts["activation"] = ("gelu", "gelu_tanh")
+        parts["norm"] = ("layer", "rms") if c.gates == 1 else ["layer"]
+    refuse_other_parts(c, "timm", parts)
     eps = 1e-5 if eva and c.norm_eps == 1e-5 else 1e-6
     if c.norm_eps != eps:
         notes.append(f"timm's norms have an epsilon of {eps:g}, this model's {c.norm_eps:g}: outputs differ a little")
@@ -163,21 +150,15 @@ def labels(names: Sequence[str]) -> dict[str, Any]:
 
 
 _MODELS = {
-    "vit": "ViTForImageClassification",
-    "deit": "DeiTForImageClassificationWithTeacher",
-    "dinov2": "Dinov2Model",
-    "dinov2_with_registers": "Dinov2WithRegistersModel",
-    "dinov3_vit": "DINOv3ViTModel",
-    "siglip": "SiglipForImageClassification",
-    "siglip_vision_model": "SiglipVisionModel",
+    "vit": ("ViTForImageClassification", "vit.", "encoder.layer."),
+    "deit": ("DeiTForImageClassificationWithTeacher", "deit.", "encoder.layer."),
+    "dinov2": ("Dinov2Model", "", "encoder.layer."),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", "", "encoder.layer."),
+    "dinov3_vit": ("DINOv3ViTModel", "", "layer."),
+    "siglip": ("SiglipForImageClassification", "vision_model.", "encoder.layers."),
+    "siglip_vision_model": ("SiglipVisionModel", "vision_model.", "encoder.layers."),
 }
-"""Classes of transformers by type of model."""
-PREFIXES = {
-    **{"vit": ("vit.", "encoder.layer."), "deit": ("deit.", "encoder.layer.")},
-    **{"dinov2": ("", "encoder.layer."), "dinov2_with_registers": ("", "encoder.layer."), "dinov3_vit": ("", "layer.")},
-    **dict.fromkeys(("siglip", "siglip_vision_model"), ("vision_model.", "encoder.layers.")),
-}
-"""Begin of the names of a model's tensors, and of a block's, by type of model."""
+"""Classes of transformers, and begin of the names of a model's tensors and of a block's, by type of model."""
 
 
 def _parts_of_transformers(c: ViTConfig, kind: str) -> dict[str, Sequence[Any]]:
@@ -193,17 +174,17 @@ def _parts_of_transformers(c: ViTConfig, kind: str) -> dict[str, Sequence[Any]]:
     return parts | {"activation": ("gelu", "swiglu") if kind.startswith("dinov2") else ("gelu", "gelu_tanh")}
 
 
-def _transformers(weights: Conversion, c: ViTConfig) -> Exported:
+def transformers(weights: Conversion, c: ViTConfig) -> Exported:
+    """Return the model as transformers has it. weights, raises: as for `timm`."""
     refuse_other_parts(c, "transformers", _parts_of_transformers(c, this := kind(c)))
-    start, block = PREFIXES[this]
+    model, start, block = _MODELS[this]
     tensors, classifier = dict[str, MadeTensor](), dict[str, MadeTensor]()
     for name, tensor in weights.tensors(c, "transformers").items():
         if "classifier." in name:
             classifier[name] = tensor
         else:
             tensors[start + re.sub(r"^layer\.", block, name)] = tensor
-    model = _MODELS[this]
-    settings = {"model_type": this, "architectures": [model], **settings_of(c, (*TRANSFORMERS, *TRANSFORMERS_IMAGES))}
+    settings = {"model_type": this, "architectures": [model], **settings_of(c, TRANSFORMERS_IMAGES)}
     settings |= {"hidden_act": _NAMES[c.activation]}
     if this.startswith("dinov"):
         settings |= {"layerscale_value": c.layer_scale, "use_mask_token": True}

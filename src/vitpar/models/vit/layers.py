@@ -1,6 +1,7 @@
 """Layers of the Vision Transformer: embed, blocks.0 … blocks.L-1, head."""
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.models.compiled import add_linear, is_plain, kept_sum, scaled, sum_bias_of_branch, trains_compiled, wide
-from vitpar.models.description import MODES, block_index
+from vitpar.models.description import MODES
+from vitpar.models.initial import Rules, constant, lecun_normal, normal, patch_convolution, xavier_uniform
 from vitpar.models.keyed_random import drop
 from vitpar.models.layers import MLP, NORMS, Layer, ResidualBlock, StackedLinear, activation_of, for_every_sample
 from vitpar.models.vit.attention import Attend, Attention, AttentionPool
@@ -17,15 +19,16 @@ from vitpar.models.vit.config import ViTConfig
 from vitpar.sharded import to_local
 
 
-def sincos_2d(rows: int, columns: int, width: int) -> Tensor:
+def sincos_2d(rows: int, columns: int, width: int, *, of_mae: bool = False) -> Tensor:
     """Return fixed 2-D sine-cosine positions, float32 [rows·columns, width].
 
     A quarter of the features each is for the sine and cosine of x and y.
 
-    Source: "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580).
+    of_mae: whether frequencies are those of the code of masked autoencoders (arXiv 2111.06377), which differ a little
+        from those of "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580).
     """
     y, x = torch.meshgrid(torch.arange(rows).double(), torch.arange(columns).double(), indexing="ij")
-    omega = 10000.0 ** (-torch.arange(width // 4).double() / (width // 4 - 1 or 1))
+    omega = 10000.0 ** (-torch.arange(width // 4).double() / (width // 4 if of_mae else width // 4 - 1 or 1))
     y, x = y.flatten()[:, None] * omega, x.flatten()[:, None] * omega
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()
 
@@ -57,21 +60,46 @@ class PatchEmbed(nn.Module):
         return self.proj(rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=p, q=p))
 
 
-class Embed(Layer):
+class Positioned(Layer):
+    """Base of layers that may add fixed positions to patches, `positions` [1, patches, width].
+
+    grid: patches along a side of the image.
+    width: features of a token.
+    fixed: function from (rows, columns, width) to the positions, such as `sincos_2d`; None for none.
+    """
+
+    TENSOR_MODES: ClassVar[tuple[str, ...]] = MODES
+    positions: Tensor
+
+    def __init__(self, grid: int, width: int, fixed: Callable[[int, int, int], Tensor] | None) -> None:
+        super().__init__()
+        self.grid, self.width, self.first_feature, self.fixed = grid, width, 0, fixed
+        if fixed is not None:
+            self.register_buffer("positions", torch.empty(1, grid**2, width), persistent=False)
+
+    def take_features(self, index: int, parts: int) -> None:
+        self.first_feature = index * self.width // parts
+        if self.fixed is not None:
+            self.register_buffer("positions", self.positions.chunk(parts, dim=-1)[index].clone(), persistent=False)
+
+    def reset_buffers(self) -> None:
+        if self.fixed is not None:
+            whole = self.fixed(self.grid, self.grid, self.width)[None]
+            self.positions.copy_(whole.narrow(-1, self.first_feature, self.positions.shape[-1]))
+
+
+class Embed(Positioned):
     """Embedding layer: images [batch, channels, height, width] -> tokens [batch, tokens, width].
 
     Embeds the patches, prepends the class, distillation and register tokens, adds positions, applies dropout.
     """
 
     TENSOR_PARALLEL = dict.fromkeys(("cls_token", "dist_token", "reg_token", "pos_embed"), "token")
-    TENSOR_MODES: ClassVar[tuple[str, ...]] = MODES
-    positions: Tensor
 
     def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
         c, d = config, config.embed_dim
+        super().__init__(c.image_size // c.patch_size, d, sincos_2d if c.position == "sincos2d" else None)
         self.dropout = c.dropout
-        self.grid = c.image_size // c.patch_size
         self.patch_embed = PatchEmbed(c)
         self.cls_token = nn.Parameter(torch.empty(1, 1, d)) if c.pool == "cls" else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, d)) if c.distillation else None
@@ -80,19 +108,6 @@ class Embed(Layer):
         self.of_patches = self.pos_embed is not None and not c.prefix_positions
         self.prefix_tokens = c.prefix_tokens
         self._resampled: dict[tuple[int, torch.dtype], Tensor] = {}  # matrices for other grids
-        self.width, self.first_feature, self.fixed = d, 0, c.position == "sincos2d"
-        if self.fixed:
-            self.register_buffer("positions", torch.empty(1, c.patches, d), persistent=False)
-
-    def take_features(self, index: int, parts: int) -> None:
-        self.first_feature = index * self.width // parts
-        if self.fixed:
-            self.register_buffer("positions", self.positions.chunk(parts, dim=-1)[index].clone(), persistent=False)
-
-    def reset_buffers(self) -> None:
-        if self.fixed:
-            whole = sincos_2d(self.grid, self.grid, self.width)[None]
-            self.positions.copy_(whole.narrow(-1, self.first_feature, self.positions.shape[-1]))
 
     def forward(self, images: Tensor, keys: Tensor | None = None) -> Tensor:
         """images: [batch, channels, size, size], normalised. keys: int64 [batch] or None (no dropout).
@@ -108,7 +123,7 @@ class Embed(Layer):
     def tokens_of(self, x: Tensor) -> Tensor:
         """Return all tokens of images, [batch, tokens, width], by the embedded patches, [batch, patches, width]."""
         grid = self.grid if x.shape[1] == self.grid**2 else math.isqrt(x.shape[1])
-        if self.fixed:
+        if self.fixed is not None:
             x = x + self._positions(self.positions, grid, 0).to(x.dtype)
         elif self.of_patches and self.pos_embed is not None:
             x = x + self._positions(for_every_sample(self.pos_embed), grid, 0)
@@ -285,8 +300,57 @@ class Head(Layer):
         return (labelled + taught) / 2
 
 
-def build_layer(config: ViTConfig, name: str) -> Layer:
-    """Return the layer called `name`."""
-    if name in ("embed", "head"):
-        return Embed(config) if name == "embed" else Head(config)
-    return (ParallelBlock if config.parallel_blocks else Block)(config, block_index(name))
+def build_block(config: ViTConfig, index: int) -> Layer:
+    """Return a block by its number."""
+    return (ParallelBlock if config.parallel_blocks else Block)(config, index)
+
+
+# timm's trunc_normal_ cuts at ±2, which is 100 deviations here: it cuts nothing off.
+_TIMM_FOR_ALL: Rules = (
+    ("*norm*.weight", constant(1.0)),
+    ("*norm*.bias", constant(0.0)),
+    ("*.gamma", lambda v, shape, c: torch.full_like(v, c.layer_scale or 0.0)),
+    ("embed.pos_embed", normal(0.02)),
+    ("embed.dist_token", normal(0.02)),
+    ("*_token", normal(1e-6)),
+    ("*_bias", constant(0.0)),
+    ("head.attn_pool.latent", lambda v, shape, c: normal(c.embed_dim**-0.5)(v, shape, c)),
+)
+
+SCHEMES: dict[str, Rules] = {
+    "jax": (
+        *_TIMM_FOR_ALL,
+        ("embed.patch_embed.proj.weight", lecun_normal),
+        ("head.representation.weight", lecun_normal),
+        ("head.attn_pool.*.weight", xavier_uniform()),
+        ("head.*.weight", constant(0.0)),
+        ("*.mlp.*.bias", normal(1e-6)),
+        ("*.bias", constant(0.0)),
+        ("*.weight", xavier_uniform()),
+    ),
+    "timm": (
+        *_TIMM_FOR_ALL,
+        ("embed.patch_embed.proj.*", patch_convolution),
+        ("*.bias", constant(0.0)),
+        ("*.weight", normal(0.02)),
+    ),
+    "moco": (
+        *_TIMM_FOR_ALL,
+        ("embed.patch_embed.proj.*", patch_convolution),
+        ("*.bias", constant(0.0)),
+        ("*.qkv.weight", xavier_uniform(parts=3)),
+        ("*.weight", xavier_uniform()),
+    ),
+    # A classifier of zeros stops all other gradients: what compares plans starts where every parameter has one.
+    "perturbed": (
+        ("*norm*.weight", normal(0.1, mean=1.0)),
+        ("*.gamma", lambda v, shape, c: normal(0.1, mean=1.0)(v, shape, c).mul_(c.layer_scale or 0.0)),
+        ("embed.pos_embed", normal(0.02)),
+        ("*_token", normal(0.05)),
+        ("*.latent", normal(0.05)),
+        ("*bias", normal(0.05)),
+        ("blocks.*.weight", xavier_uniform()),
+        ("*.weight", lecun_normal),
+    ),
+}
+"""The rules of each scheme, as timm's ``weight_init`` (docs/models.md); "perturbed" is vitpar's, for tests."""

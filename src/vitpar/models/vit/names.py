@@ -3,14 +3,14 @@
 - **timm**: ``vision_transformer.py``, ``deit.py`` and ``eva.py`` (1.0), which includes the files of DeiT, DeiT III, the
   original ViT and ViT-5 (github.com/wangf3014/ViT-5).
 - **transformers**: ViT, DeiT, DINOv2 with and without registers, DINOv3 and the image towers of SigLIP (4 and 5). The
-  rows leave out the model's name and the encoder's: `PREFIXES`.
+  rows leave out the model's name and the encoder's, which ``vitpar.models.vit.exports`` adds.
 
 What rows cannot say is in `special`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,29 +18,15 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from vitpar.models import rows
 from vitpar.models.config import ModelConfig
-from vitpar.models.convert import Conversion
-from vitpar.models.rows import (
-    GATES,
-    KERNEL,
-    SAME,
-    TABLE,
-    Adapted,
-    Found,
-    Library,
-    MadeTensor,
-    Packing,
-    Row,
-    heads,
-    never,
-    only_read,
-    row,
-    stored,
-)
+from vitpar.models.convert import Conversion, Exported, Sizes
+from vitpar.models.description import Adapted, MadeTensor
+from vitpar.models.rows import GATES, KERNEL, SAME, TABLE, Packing, Row, heads, never, only_read, row, stored
 from vitpar.models.vit.config import ViTConfig
-from vitpar.models.vit.exports import exported, is_eva, kind
+from vitpar.models.vit.exports import is_eva, kind, timm, transformers
 from vitpar.models.vit.layers import sincos_2d
-from vitpar.models.vit.settings import infer, said
+from vitpar.models.vit.settings import infer, said_by
 
 _FC1 = Packing(
     lambda c, one: (GATES if c.gates == 2 else SAME).pack(c, one),
@@ -147,7 +133,7 @@ CLASS_POSITION = Packing(
 )
 """A class token whose position is a part of the token itself, and the positions of the patches."""
 _POOL_QUERY = Packing(
-    lambda c, rows: (rows[: c.embed_dim], heads(2).pack(c, rows[c.embed_dim :])),
+    lambda c, qkv: (qkv[: c.embed_dim], heads(2).pack(c, qkv[c.embed_dim :])),
     lambda c, q, kv: (q, *heads(2).unpack(c, kv)),
 )
 """Queries, keys and values of attention pooling in one tensor."""
@@ -220,7 +206,7 @@ _NO_MASK = "the mask token is dropped: it is for pretraining only"
 _NO_DECODER = "the decoder is dropped: it is for pretraining only"
 _MODEL = r"(?:(?:vit|deit|dinov2|dinov2_with_registers|dinov3_vit|vision_model|model)\.)?"
 LIBRARIES = {
-    "timm": Library(
+    "timm": rows.Library(
         r"patch_embed\.proj\.weight",
         _TIMM,
         needless=(
@@ -229,7 +215,7 @@ LIBRARIES = {
             (r"decoder_.*|decoder\..*", _NO_DECODER),
         ),
     ),
-    "transformers": Library(
+    "transformers": rows.Library(
         rf"{_MODEL}embeddings\.patch_embeddings?(?:\.projection)?\.weight",
         _TRANSFORMERS,
         spellings=((rf"^{_MODEL}", ""), (r"^(?:encoder\.layers?|model\.layer|layers)\.", "layer.")),
@@ -246,43 +232,6 @@ LIBRARIES = {
 """Names by library."""
 
 
-def _complete(found: Found) -> Found:
-    """Drop a classifier of transformers' DINOv2 that reads the class token and the mean of the patches."""
-    shapes = {name: found.shapes[theirs[0]] for name, theirs in found.names.items()}
-    width, classifier = shapes.get("embed.patch_embed.proj.weight", ())[:1], shapes.get("head.fc.weight", ())
-    if found.format != "transformers" or not width or classifier[1:] != (2 * width[0],):
-        return found
-    note = "the classifier is dropped: it reads the class token and the mean of the patches, vitpar's only one"
-    links = tuple(link for link in found.links if link.ours[0] not in ("head.fc.weight", "head.fc.bias"))
-    return replace(found, links=links, notes=(*found.notes, note))
-
-
-def special(found: Found, config: ViTConfig) -> tuple[Row, ...]:
-    """Return the links of tokens that vitpar's model has in another way.
-
-    Tokens that the head does not read become registers: a class token under mean pooling, or a distillation token
-    without a classifier. The position of transformers' class token becomes a part of the token if vitpar's has none.
-    """
-    by_name = {link.ours[0]: link for link in found.links}
-    unread = [
-        *(["embed.cls_token"] if config.pool != "cls" else []),
-        *(["embed.dist_token"] if not config.distillation else []),
-    ]
-    if tokens := [by_name.pop(name) for name in unread if name in by_name]:
-        tokens += [by_name.pop("embed.reg_token")] if "embed.reg_token" in by_name else []
-        names = tuple(link.theirs[0] for link in tokens)
-        joined = Packing(lambda c, *tensors: torch.cat(tensors, dim=1), only_read)
-        by_name["embed.reg_token"] = Row(("embed.reg_token",), names, joined)
-    elif not config.num_reg_tokens:  # transformers has an empty tensor
-        by_name.pop("embed.reg_token", None)
-    token, table = by_name.get("embed.cls_token"), by_name.get("embed.pos_embed")
-    if token and table and not config.prefix_positions and found.shapes[table.theirs[0]][-2] == config.patches + 1:
-        both = ("embed.cls_token", "embed.pos_embed")
-        by_name["embed.cls_token"] = Row(both, (*token.theirs, *table.theirs), CLASS_POSITION)
-        del by_name["embed.pos_embed"]
-    return tuple(by_name.values())
-
-
 def averaging(config: ViTConfig, there: ModelConfig) -> Adapted | None:
     """Return weights of `there` for `config`, which has a register where they have a class token; None otherwise.
 
@@ -296,19 +245,59 @@ def averaging(config: ViTConfig, there: ModelConfig) -> Adapted | None:
     made = replace(there, pool="avg", num_reg_tokens=config.num_reg_tokens, fc_norm=config.fc_norm)
     kept = ("head.norm.weight", "head.norm.bias") if config.fc_norm else ()
     change = "the class token becomes a register, and tokens are averaged"
-    return Adapted(made, {"embed.reg_token": MadeTensor(names, lambda *tokens: torch.cat(tokens, 1))}, change, kept)
+    registers = MadeTensor(names, lambda *tokens: torch.cat(tokens, 1))
+    return Adapted(made, {"embed.reg_token": registers}, change, kept)
 
 
-WEIGHTS: Conversion = Conversion(
-    ViTConfig,
-    "a ViT",
-    LIBRARIES,
-    infer,
-    lambda config, format_name: exported(WEIGHTS, config, format_name),
-    said,
-    compared=("patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim"),
-    writes=("timm", "transformers"),
-    complete=_complete,
-    special=special,
-)
-"""Conversion of a Vision Transformer's weights."""
+class ViTWeights(Conversion):
+    """Conversion of a Vision Transformer's weights."""
+
+    family = ViTConfig
+    title = "a ViT"
+    libraries = LIBRARIES
+    compared = ("patch_size", "embed_dim", "depth", "num_heads", "mlp_hidden_dim")
+    writes = ("timm", "transformers")
+
+    def visible(self, size: Sizes, found: rows.Found, known: Mapping[str, Any]) -> dict[str, Any]:
+        return infer(size, found, known)
+
+    def read(self, said: Mapping[str, Any]) -> dict[str, Any]:
+        return said_by(said)
+
+    def export(self, config: ViTConfig, format_name: str) -> Exported:
+        return (timm if format_name == "timm" else transformers)(self, config)
+
+    def complete(self, found: rows.Found) -> rows.Found:
+        """Drop a classifier of transformers' DINOv2 that reads the class token and the mean of the patches."""
+        shapes = {name: found.shapes[theirs[0]] for name, theirs in found.names.items()}
+        width, classifier = shapes.get("embed.patch_embed.proj.weight", ())[:1], shapes.get("head.fc.weight", ())
+        if found.format != "transformers" or not width or classifier[1:] != (2 * width[0],):
+            return found
+        note = "the classifier is dropped: it reads the class token and the mean of the patches, vitpar's only one"
+        links = tuple(link for link in found.links if link.ours[0] not in ("head.fc.weight", "head.fc.bias"))
+        return replace(found, links=links, notes=(*found.notes, note))
+
+    def special(self, found: rows.Found, config: ViTConfig) -> tuple[Row, ...]:
+        """Return the links of tokens that vitpar's model has in another way.
+
+        Tokens that the head does not read become registers: a class token under mean pooling, or a distillation token
+        without a classifier. The position of transformers' class token becomes a part of it if vitpar's has none.
+        """
+        by_name = {link.ours[0]: link for link in found.links}
+        unread = [
+            *(["embed.cls_token"] if config.pool != "cls" else []),
+            *(["embed.dist_token"] if not config.distillation else []),
+        ]
+        if tokens := [by_name.pop(name) for name in unread if name in by_name]:
+            tokens += [by_name.pop("embed.reg_token")] if "embed.reg_token" in by_name else []
+            names = tuple(link.theirs[0] for link in tokens)
+            joined = Packing(lambda c, *tensors: torch.cat(tensors, dim=1), only_read)
+            by_name["embed.reg_token"] = Row(("embed.reg_token",), names, joined)
+        elif not config.num_reg_tokens:  # transformers has an empty tensor
+            by_name.pop("embed.reg_token", None)
+        token, table = by_name.get("embed.cls_token"), by_name.get("embed.pos_embed")
+        if token and table and not config.prefix_positions and found.shapes[table.theirs[0]][-2] == config.patches + 1:
+            both = ("embed.cls_token", "embed.pos_embed")
+            by_name["embed.cls_token"] = Row(both, (*token.theirs, *table.theirs), CLASS_POSITION)
+            del by_name["embed.pos_embed"]
+        return tuple(by_name.values())

@@ -11,7 +11,7 @@ Names and sizes are timm's (``vision_transformer.py``, ``deit.py`` and ``eva.py`
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,73 +23,50 @@ def _sizes(embed_dim: int, depth: int, num_heads: int, mlp_hidden_dim: int = 0, 
     return {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "mlp_hidden_dim": hidden, **options}
 
 
+_SIZES = {
+    "nano": (96, 8, 12),  # ours: small enough for a laptop's processes, divisible enough for most plans
+    "tiny": (192, 12, 3),
+    "small": (384, 12, 6),
+    "medium": (512, 12, 8),
+    "base": (768, 12, 12),
+    "large": (1024, 24, 16),
+    "so400m": (1152, 27, 16, 4304),
+    "huge": (1280, 32, 16),
+    "giant": (1408, 40, 16, 6144),
+    "giantopt": (1536, 40, 16),
+    "gigantic": (1664, 48, 16, 8192),
+}
+"""Arguments of `_sizes` by the size's name."""
+
+
+def _family(start: str, names: Iterable[str], **options: Any) -> dict[str, dict[str, Any]]:
+    return {f"{start}_{name}": _sizes(*_SIZES[name], **options) for name in names}
+
+
+_EVA02: dict[str, Any] = {"activation": "swiglu", "qkv_bias": "qv", "rope": "axial", "rope_grid": 16}
+_EVA02 |= {"pool": "avg", "fc_norm": True, "num_reg_tokens": 1}
+_VIT5: dict[str, Any] = {
+    "norm": "rms",
+    "qk_norm": True,
+    "qkv_bias": "none",
+    "num_reg_tokens": 4,
+    "prefix_positions": False,
+}
+_VIT5 |= {"rope": "axial", "rope_register_temperature": 100.0, "layer_scale": 1e-4}
 SIZES: dict[str, dict[str, Any]] = {
-    "vit_nano": _sizes(96, 8, 12),  # ours: small enough for a laptop's processes, divisible enough for most plans
-    "vit_tiny": _sizes(192, 12, 3),
-    "vit_small": _sizes(384, 12, 6),
-    "vit_medium": _sizes(512, 12, 8),
-    "vit_base": _sizes(768, 12, 12),
-    "vit_large": _sizes(1024, 24, 16),
-    "vit_so400m": _sizes(1152, 27, 16, 4304),
-    "vit_huge": _sizes(1280, 32, 16),
-    "vit_giant": _sizes(1408, 40, 16, 6144),
-    "vit_giantopt": _sizes(1536, 40, 16),
-    "vit_gigantic": _sizes(1664, 48, 16, 8192),
+    **_family("vit", _SIZES),
     "vit_22b": _sizes(6144, 48, 48, qk_norm=True, norm="rms", qkv_bias="none", parallel_blocks=True, pool="map"),
-    "deit_tiny": _sizes(192, 12, 3),
-    "deit_small": _sizes(384, 12, 6),
-    "deit_base": _sizes(768, 12, 12),
+    **_family("deit", ("tiny", "small", "base")),
     "deit_tiny_distilled": _sizes(192, 12, 3, distillation=True),
     "deit_small_distilled": _sizes(384, 12, 6, distillation=True),
     "deit_base_distilled": _sizes(768, 12, 12, distillation=True),
-    **{
-        f"deit3_{name}": _sizes(*sizes, layer_scale=1e-6, prefix_positions=False)
-        for name, sizes in {
-            "small": (384, 12, 6),
-            "medium": (512, 12, 8),
-            "base": (768, 12, 12),
-            "large": (1024, 24, 16),
-            "huge": (1280, 32, 16),
-        }.items()
-    },
-    **{
-        f"eva02_{name}": _sizes(
-            *sizes,
-            activation="swiglu",
-            qkv_bias="qv",
-            mlp_norm=name in ("base", "large"),
-            rope="axial",
-            rope_grid=16,
-            pool="avg",
-            fc_norm=True,
-            num_reg_tokens=1,
-        )
-        for name, sizes in {
-            "tiny": (192, 12, 3, 512),
-            "small": (384, 12, 6, 1024),
-            "base": (768, 12, 12, 2048),
-            "large": (1024, 24, 16, 2730),
-        }.items()
-    },
-    **{
-        f"vit5_{name}": _sizes(
-            *sizes,
-            norm="rms",
-            qk_norm=True,
-            qkv_bias="none",
-            num_reg_tokens=4,
-            prefix_positions=False,
-            rope="axial",
-            rope_register_temperature=100.0,
-            layer_scale=1e-4,
-        )
-        for name, sizes in {
-            "small": (384, 12, 6),
-            "base": (768, 12, 12),
-            "large": (1024, 24, 16),
-            "xlarge": (1152, 28, 16),
-        }.items()
-    },
+    **_family("deit3", ("small", "medium", "base", "large", "huge"), layer_scale=1e-6, prefix_positions=False),
+    "eva02_tiny": _sizes(192, 12, 3, 512, mlp_norm=False, **_EVA02),
+    "eva02_small": _sizes(384, 12, 6, 1024, mlp_norm=False, **_EVA02),
+    "eva02_base": _sizes(768, 12, 12, 2048, mlp_norm=True, **_EVA02),
+    "eva02_large": _sizes(1024, 24, 16, 2730, mlp_norm=True, **_EVA02),
+    **_family("vit5", ("small", "base", "large"), **_VIT5),
+    "vit5_xlarge": _sizes(1152, 28, 16, **_VIT5),
 }
 """Sizes and parts by the beginning of a name."""
 

@@ -8,14 +8,7 @@ from typing import Any
 
 from vitpar.errors import DataError
 from vitpar.models.config import GATED
-from vitpar.models.config_keys import (
-    TRANSFORMERS,
-    TRANSFORMERS_IMAGES,
-    ConfigKey,
-    input_size,
-    read_settings,
-    refuse_word,
-)
+from vitpar.models.config_keys import TRANSFORMERS_IMAGES, ConfigKey, input_size, read_settings, refuse_word
 from vitpar.models.convert import Sizes
 from vitpar.models.rows import Found
 from vitpar.models.vit.config import ViTConfig
@@ -31,8 +24,6 @@ EPS = {
     **{"dinov3_vit": 1e-5, "siglip": 1e-6, "siglip_vision_model": 1e-6},
 }
 """Epsilon of LayerNorms in transformers' models whose config.json does not give one, by type of model."""
-_SIZES = (*TRANSFORMERS, *TRANSFORMERS_IMAGES)
-"""Settings of transformers' models of all types."""
 _PLAIN = ConfigKey("hidden_act", "activation", {"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}, usual="gelu")
 _GATES = ConfigKey("hidden_act", "activation", {"gelu": "geglu", "silu": "swiglu"}, usual="gelu")
 _DINOV3 = ConfigKey("rope_theta", "rope_temperature", usual=100.0)
@@ -44,7 +35,7 @@ _WORDS = {
 """Words that an argument of timm's models may have here; no tensor shows them."""
 
 
-def said(config: Mapping[str, Any]) -> dict[str, Any]:
+def said_by(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that a config.json gives. Raises DataError for a model that vitpar cannot compute."""
     if "model_type" not in config:
         return _said_by_timm(config)
@@ -54,7 +45,8 @@ def said(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in EPS:
         refuse_word("model_type", kind, EPS)
     usual = {"hidden_act": "gelu_pytorch_tanh" if siglip else "gelu", "layer_norm_eps": EPS[kind]}
-    fields = read_settings({**usual, **config}, (*_SIZES, _GATES if config.get("use_gated_mlp") else _PLAIN))
+    activation = _GATES if config.get("use_gated_mlp") else _PLAIN
+    fields = read_settings({**usual, **config}, (*TRANSFORMERS_IMAGES, activation))
     fields |= {} if siglip else {"pool": "cls"}
     return fields | ({"rope": "dinov3", **read_settings(config, (_DINOV3,))} if kind == "dinov3_vit" else {})
 
@@ -102,9 +94,10 @@ def infer(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, Any]
     norms = (name for name in ("blocks.0.attn.q_norm.weight", "blocks.0.q_norm.weight") if name in size)
     num_heads = next((width // max(1, size(name, 0)) for name in norms), known.get("num_heads"))
     if num_heads is None:
+        likely = (f", perhaps {name}_patch{patch}_224" for name, sizes in SIZES.items() if sizes["embed_dim"] == width)
         raise DataError(
             f"the tensors in '{size.place}' do not show the number of heads: name the model with --model"
-            f"{_likely(width, patch)}, or use the folder with its config.json"
+            f"{next(likely, '')}, or use the folder with its config.json"
         )
     unseen = _unseen(size, found, known)
     last = found.names.get("head.norm.weight") == ("fc_norm.weight",)
@@ -165,11 +158,6 @@ def _unseen(size: Sizes, found: Found, known: Mapping[str, Any]) -> dict[str, An
             "the folder with its config.json"
         )
     return fields
-
-
-def _likely(width: int, patch: int) -> str:
-    """Return a suggestion for --model: a model of that width and patch size; empty if there is none."""
-    return next((f", perhaps {name}_patch{patch}_224" for name, f in SIZES.items() if f["embed_dim"] == width), "")
 
 
 def _mlp(size: Sizes, found: Found, width: int, activation: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from vitpar.launch.resources import freed_memory_given_back
 from vitpar.launch.world_group import all_reduce_, barrier
 from vitpar.parallel.collective import all_gather, all_reduce, reduce_scatter
 from vitpar.parallel.mesh import pipeline_mesh
-from vitpar.parallel.pipeline import build_schedule, pipeline_stage
+from vitpar.parallel.pipeline import Stage, build_schedule
 from vitpar.planner.measure.clock import Clock
 from vitpar.planner.measure.device import Peak
 from vitpar.planner.profile.cluster import Shape, operations
@@ -148,7 +148,7 @@ def pipeline_action(clock: Clock, microbatches: int = 8) -> float:
     pipe = pipeline_mesh(plan, clock.device.type)
     index, one = pipe.get_local_rank("pp"), torch.empty(1, 8, device="meta")
     module = nn.PReLU().to(clock.device)  # computes almost nothing, and has one parameter
-    stage = pipeline_stage(module, index, 2, one, one.clone(), clock.device, pipe.get_group("pp"))
+    stage = Stage(module, index, 2, one, one.clone(), clock.device, pipe.get_group("pp"))
     schedule = build_schedule(plan, [stage], microbatches, lambda y, target: y.sum())
     x, target = (torch.ones(microbatches, n, device=clock.device) for n in (8, 1))
 

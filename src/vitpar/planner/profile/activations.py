@@ -180,7 +180,7 @@ def vitpar_elements(
     extra = config.extra_passes(plain, t == 1)
     if extra is None:
         return forward, backward
-    for table, parts in ((extra.stream, outer_parts(strategy)), (extra.heads, t)):
+    for table, parts in zip(extra, (outer_parts(strategy), t), strict=True):
         for applies, more_forward, more_backward in table:
             forward += applies * more_forward * layer.gives.elements / parts
             backward += applies * more_backward * layer.gives.elements / parts

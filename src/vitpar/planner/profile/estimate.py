@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from vitpar.errors import PlannerError, StrategyError
+from vitpar.models.bases import LOSS_CHUNK
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import AttentionShape, LayerDescription
 from vitpar.models.families import config_to_json
-from vitpar.models.text import LOSS_CHUNK
 from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.profile.activations import (
     given,

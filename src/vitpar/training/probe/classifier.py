@@ -19,7 +19,7 @@ from vitpar.models import config_to_json
 from vitpar.models.config import ModelConfig, field_names
 from vitpar.training.inference import classifiers, feature_width
 from vitpar.training.probe.linear import Probed
-from vitpar.weights.folder import open_weights, parameter_shapes, write_weights
+from vitpar.weights.folder import open_weights, write_weights
 
 _SHARD_BYTES = 5 * 10**9
 
@@ -46,7 +46,7 @@ def write_classifier(
     config: ModelConfig = replace(there.config, num_classes=classes)  # type: ignore[type-var]
     head = f"{config.last_layer.name}.{names[0]}"
     made = {f"{head}.weight": probed.weight, f"{head}.bias": probed.bias}
-    shapes = parameter_shapes(config, most=config.num_blocks)
+    shapes = config.shapes
 
     def read(name: str) -> Tensor:
         return made[name].contiguous() if name in made else there.read(name)

@@ -16,7 +16,7 @@ from vitpar.data.classes import NamedClasses
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.tasks import Task
-from vitpar.weights.classes import read_class_names
+from vitpar.weights.images import read_class_names
 
 FREE = (
     *(f"train.{key}" for key in ("compile", "attention", "activation_memory_budget", "eval_every", "log_every")),

@@ -16,8 +16,7 @@ from vitpar.data.stream.stream_set import StreamSet
 from vitpar.errors import DataError
 from vitpar.recipe.request import RecipeRequest
 from vitpar.tasks import Task
-from vitpar.tasks.data import open_split
-from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.data import ImageSet, open_split
 from vitpar.text import printable
 from vitpar.training.saved_model import PlannedModel, saved_model
 from vitpar_cli import recipe_options as o

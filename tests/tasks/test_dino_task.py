@@ -25,9 +25,9 @@ from vitpar.recipe.defaults import recipe_for
 from vitpar.recipe.rates.shapes import RunLengths
 from vitpar.tasks import input_rate, task_of
 from vitpar.tasks.dino import DINO
-from vitpar.tasks.self_teacher import SelfTeacher
 from vitpar.tasks.soft_loss import soft_cross_entropy
 from vitpar.tasks.task import StepInput
+from vitpar.tasks.teacher import SelfTeacher
 from vitpar.training.build import build
 from vitpar.training.probe.running import collapse_warning
 from vitpar.weights.folder import open_weights

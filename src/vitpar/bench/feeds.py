@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 from vitpar.parallel.phases import Phase
-from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.data import ImageSet
 from vitpar.tasks.input import Input
 from vitpar.tasks.task import StepInput
 

@@ -32,7 +32,7 @@ from vitpar.planner.measure.device import device_name
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.tasks import Task
-from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.data import ImageSet
 from vitpar.tasks.input_rate import input_rate
 from vitpar.training.build import TRAINING_DATA, TrainingComponents, build
 from vitpar.training.metrics import memory_bytes, peak_flops

@@ -15,18 +15,18 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Protocol, Required, TypedDict, Unpack
+from typing import Required, TypedDict, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.batches import Batch, BatchJob, Encoded, Skipped, Transform, View
+from vitpar.data.batches import Batch, BatchJob, Encoded, Skipped, Transform, View, places_in_turn, shuffled_places
 from vitpar.data.cache import CachedSet
 from vitpar.data.device_decoding import DeviceDecoder
+from vitpar.data.image_files import NotedImages
 from vitpar.data.images import BadImage, BadSample, EncodedImage, opened
-from vitpar.data.places import places_in_turn, shuffled_places
 from vitpar.data.randomness import Draws, SampleOrder, hash_numbers
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.drawn import DrawnBatch
@@ -78,13 +78,6 @@ class LoaderSettings(KeptImages, total=False):
     """Decoder of JPEGs on the device, for a `TrainTransform`. Default: none; the decoding threads decode all images."""
     sizes: Callable[[int], int] | None
     """Function from the samples before a batch to the side of its images, in pixels. Default: that of the transform."""
-
-
-class Labelled(Encoded, Sized, Protocol):
-    """Encoded images with labels."""
-
-    labels: NDArray[np.int32]
-    """Class numbers, int32 [samples]."""
 
 
 class Loader:
@@ -155,15 +148,12 @@ class Loader:
                 keys = job.keys[self.rows]
                 for place, transform in enumerate(self._transforms):
                     own = (hash_numbers(_VIEW, keys, place) >> np.uint64(1)).view(np.int64) if place else keys
-                    job.views.append(View(transform, Draws(own), self._allocated(transform.size)))
+                    crops = None
+                    if self._stored is None:
+                        shape = len(self.rows), 3, transform.size, transform.size
+                        crops = torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+                    job.views.append(View(transform, Draws(own), crops))
             yield job
-
-    def _allocated(self, size: int) -> Tensor | None:
-        """Return memory for the crops of this rank's rows."""
-        if self._stored is not None:
-            return None
-        shape = len(self.rows), 3, size, size
-        return torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _tasks(self, job: BatchJob) -> list[Callable[[], None]]:
         """Return the tasks of threads that fill a batch with decoded images. Skipped rows get label IGNORED."""
@@ -299,7 +289,9 @@ class EvalLoader(Loader):
     be only padding.
     """
 
-    def __init__(self, images: Labelled, transform: EvalTransform, **settings: Unpack[LoaderSettings]) -> None:
+    def __init__(
+        self, images: ShardSet | NotedImages, transform: EvalTransform, **settings: Unpack[LoaderSettings]
+    ) -> None:
         super().__init__(images, transform, **settings)
         self._images = images
 

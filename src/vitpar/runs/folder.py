@@ -19,8 +19,7 @@ import numpy as np
 
 from vitpar.errors import DataError, StrategyError
 from vitpar.io import open_regular, read_json, read_toml
-from vitpar.runs.events import RunEvents
-from vitpar.runs.metrics import Metrics, collect, read_metrics
+from vitpar.runs.metrics import Metrics, RunEvents, collect, read_metrics
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import read_plan
 from vitpar.tasks import Metric

@@ -16,10 +16,10 @@ from vitpar.runs.charts import charts, percent
 from vitpar.runs.folder import RunRecord, recipe_differences, seed_groups
 from vitpar.runs.metrics import Column
 from vitpar.runs.pages.document import facts, switch, table, toggles
-from vitpar.runs.pages.figures import SERIES, series_colour
+from vitpar.runs.pages.figures import SERIES, series_colour, timeline
+from vitpar.runs.pages.maps import placement, rank_grid
 from vitpar.runs.pages.plotly import Charts, Key
-from vitpar.runs.pictures import config_of, plan_pictures
-from vitpar.runs.sheet import SHEET_STYLE
+from vitpar.runs.predictions import SHEET_STYLE
 from vitpar.strategy import Plan
 from vitpar.tasks.task import LOSS, Metric
 from vitpar.text import count, shown, size
@@ -32,6 +32,10 @@ MOST_SHOWN = 12
 """Maximum number of settings in which runs differ that are shown at once; the others are folded."""
 MOST_RESTARTS = 5
 """Number of the newest restarts that the summary names."""
+MOST_ACTIONS = 50_000
+"""Maximum number of actions of a pipeline that are replayed."""
+MOST_PLACES = 1 << 15
+"""Maximum number of ranks of a plan, times its stages or its distinct strategies, that are looked at."""
 DASHED = '<b class="k dash"></b>validation'
 """Key of lines of evaluations."""
 
@@ -197,11 +201,11 @@ def _plans(runs: Sequence[RunRecord], page: Charts) -> str:
     names: dict[tuple[Plan, ModelConfig | None], set[str]] = {}
     for run in runs:
         if run.plan is not None:
-            names.setdefault((run.plan, config_of(run.path)), set()).add(run.plan_words)
+            names.setdefault((run.plan, _config_of(run)), set()).add(run.plan_words)
     drawn = []
     for plan, words in names.items():
         named = ", ".join(f"<code>{escape(shown(one))}</code>" for one in sorted(words))
-        drawn.append((named, plan_pictures(*plan, page)))
+        drawn.append((named, _plan_pictures(*plan, page)))
     if len(drawn) == 1:
         return f"<h2>Plan</h2><p>{drawn[0][0]}</p>{drawn[0][1]}"
     folded = (
@@ -209,6 +213,52 @@ def _plans(runs: Sequence[RunRecord], page: Charts) -> str:
         for number, (words, pictures) in enumerate(drawn)
     )
     return f"<h2>Plans</h2>{''.join(folded)}" if drawn else ""
+
+
+def _plan_pictures(plan: Plan, config: ModelConfig | None, page: Charts) -> str:
+    """Return the HTML of a plan's pictures.
+
+    config: configuration of the model, for the map of layers; None leaves the map out.
+    page: page that the timeline is added to.
+    """
+    if plan.world_size == 1:
+        return "<p>Rank 0 holds the complete model and batch.</p>"
+    if plan.world_size * max(plan.num_stages, len(plan.distinct)) > MOST_PLACES:
+        return f"<p>The plan has {plan.world_size:,} ranks: too many to draw.</p>"
+    try:
+        drawn = placement(plan, config) or rank_grid(plan)
+        return drawn + (_pipeline(plan, page) if plan.pipeline_degree > 1 else "")
+    except UserError as error:  # a plan that was edited, or that does not fit the recipe
+        return f"<p>The plan cannot be drawn: {escape(str(error))}.</p>"
+
+
+def _pipeline(plan: Plan, page: Charts) -> str:
+    """Return the timeline of a plan's pipeline in theory.
+
+    It assumes equal stages, a backward twice as long as the forward, and free communication.
+    """
+    from vitpar.planner.cost.pipeline import ideal_events, idle_share
+    from vitpar.planner.report.timeline import spans_of
+    from vitpar.strategy.pipeline_orders import action_order
+
+    batches = plan.microbatches or 1
+    if 3 * batches * plan.num_stages > MOST_ACTIONS:
+        return f"<p>A step has {batches:,} micro-batches in {plan.num_stages:,} stages: too many to draw.</p>"
+    events = ideal_events(action_order(plan, batches), plan.num_stages)
+    note = (
+        f"{plan.schedule}, {batches:,} micro-batches, in theory {idle_share(plan, batches) * 100:.1f} % of the time "
+        "idle: equal stages, a backward twice as long as the forward (1 unit), free communication."
+    )
+    return page.add(timeline("Pipeline of a step", spans_of(events), events[-1].end, unit="", note=note))
+
+
+def _config_of(run: RunRecord) -> ModelConfig | None:
+    """Return the configuration of a run's model; None for a model of the user's own, or a damaged recipe."""
+    try:
+        # The number of classes changes neither layers nor ranks.
+        return read_recipe(run.path / "recipe.toml").config(num_classes=1000)
+    except (UserError, OSError):
+        return None
 
 
 def _settings(run: RunRecord) -> str:

@@ -15,7 +15,7 @@ from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks, available_memory
 from vitpar.launch.world_group import all_gather_json
 from vitpar.recipe import Recipe
-from vitpar.tasks.image_data import held_shapes
+from vitpar.tasks.data import held_shapes
 from vitpar.text import size
 
 SHARE = 0.5

@@ -16,16 +16,14 @@ from vitpar.data.stream.stream_set import StreamPart, StreamSet
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import ModelError
-from vitpar.launch.local_ranks import local_ranks
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
 from vitpar.recipe import Recipe
 from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
-from vitpar.tasks.decoding_threads import are_small, decoding_threads
+from vitpar.tasks.data import ImageSet, are_small, decoding_threads, mixing, order_of, transforms
 from vitpar.tasks.image_cache import hold_images, make_cache
-from vitpar.tasks.image_data import ImageSet, mixing, order_of, transforms
 from vitpar.tasks.input import EvalInput, Input
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
@@ -45,7 +43,7 @@ def local_targets(task: Task, config: ModelConfig, images: Tensor, labels: Tenso
 
 
 class ImageInput(Input):
-    """Input of images for one rank of `model`, as ``vitpar.tasks.input.Input`` describes it.
+    """Input of images for one rank of `model`.
 
     Only ranks that hold embed decode images; those that take the same images share the work. All ranks read the
     labels of packed data from the index. Labels of a stream are known where its images are decoded, and sent to all.
@@ -66,9 +64,7 @@ class ImageInput(Input):
                 f"{model.config.name} takes images of {count(model.config.channels, 'channel')}, but images are "
                 f"decoded to {CHANNELS}, grey ones too: give the model {CHANNELS} channels"
             )
-        self._recipe, self._model, self.task = recipe, model, task
-        self.local = local_ranks()
-        self.small_samples = False
+        super().__init__(recipe, model, task)
         self.workers = self._threads()
         self._kept: dict[tuple[object, str], KeptImages] = {}
         """Images in memory by data set and use, `train` or `eval`."""
@@ -77,7 +73,6 @@ class ImageInput(Input):
         self.normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
         self._decoder: DeviceDecoder | None = None
-        self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
         self._outputs = model.output_rows(model.batch_size) if task.IMAGE_TARGETS and model.gives_outputs else []
         self._teacher = teacher
@@ -274,17 +269,6 @@ class ImageInput(Input):
         has_more = torch.tensor([0 if batch.ended else 1])
         combined = self._together(self.to_device(torch.cat([batch.labels, has_more])))
         return combined[:-1] if combined[-1].item() else None
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` on the device. On a GPU the copy overlaps with computation that was queued before."""
-        if self._copies is None or tensor.is_cuda:
-            return tensor
-        pinned, computing = tensor.pin_memory(), torch.cuda.current_stream()  # no copy of a pinned tensor
-        with torch.cuda.stream(self._copies):
-            sent = pinned.to(self._model.device, non_blocking=True)
-        computing.wait_stream(self._copies)
-        sent.record_stream(computing)
-        return sent
 
     def _labels_and_keys(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the labels and keys of the global batch, on the device."""

@@ -15,9 +15,9 @@ from vitpar.models.config import ModelConfig
 from vitpar.models.dino.config import DINOConfig
 from vitpar.recipe import Recipe
 from vitpar.recipe.sections.input import TEXT
-from vitpar.tasks.crop_input import crop_transforms
+from vitpar.tasks.data import transforms
 from vitpar.tasks.dino import DINO
-from vitpar.tasks.image_data import transforms
+from vitpar.tasks.inputs import crop_transforms
 from vitpar.tasks.known import task_of
 
 TRIED = 16

@@ -13,10 +13,8 @@ from vitpar.tasks.classify import Classify
 from vitpar.tasks.dino import DINO
 from vitpar.tasks.distill import Distill
 from vitpar.tasks.mae import MAE
-from vitpar.tasks.mlm import MaskedLanguage
-from vitpar.tasks.span import SpanCorruption
 from vitpar.tasks.task import LabelSet, Task
-from vitpar.tasks.text import TextFacts, TextTask
+from vitpar.tasks.text import MaskedLanguage, SpanCorruption, TextFacts, TextTask
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:

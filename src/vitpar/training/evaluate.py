@@ -15,7 +15,7 @@ from vitpar.launch.world_group import all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
-from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.data import ImageSet
 from vitpar.tasks.input import Input
 from vitpar.text import count
 

@@ -30,8 +30,7 @@ from vitpar.recipe.sections.running import AUTO
 from vitpar.recipe.trackers import refuse_missing
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
-from vitpar.tasks.data import open_data
-from vitpar.tasks.image_data import ImageSet, check_images, refuse_streamed_targets
+from vitpar.tasks.data import ImageSet, check_images, open_data, refuse_streamed_targets
 from vitpar.tasks.known import model_for
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.ranks import choose_plan

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
-    from vitpar.tasks.image_data import ImageSet
+    from vitpar.tasks.data import ImageSet
     from vitpar.tasks.image_input import ImageInput
 
 AT_ONCE = 64
@@ -119,7 +119,7 @@ class SavedModel:
 
         Raises LaunchError, RecipeError and StrategyError for settings that do not fit device, ranks, model or batch.
         """
-        from vitpar.tasks.image_data import refuse_streamed_targets, transforms
+        from vitpar.tasks.data import refuse_streamed_targets, transforms
 
         device_type = choose_device(device)
         recipe = on_device(self.recipe, device_type)

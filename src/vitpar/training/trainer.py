@@ -10,7 +10,7 @@ from vitpar.data.loader import Batch
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
 from vitpar.recipe.machine import large_batch_warning
-from vitpar.tasks.image_data import ImageSet
+from vitpar.tasks.data import ImageSet
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.due import Agenda, Due
 from vitpar.training.evaluate import Evaluation, evaluate
@@ -94,7 +94,7 @@ class Trainer(OpenRun):
                 if due.evaluation or due.checkpoint:
                     log.resume_clock()
                 self.watchdog.beat(WAITING, number + 1)
-        if warning := self.input.warning(loader):
+        if warning := self.input.skipped(loader).words:
             self.note(f"training: {warning}")
         return last, False
 

@@ -17,7 +17,7 @@ from vitpar.errors import DataError
 from vitpar.models.config import IGNORED
 
 if TYPE_CHECKING:
-    from vitpar.data.text.section import Specials
+    from vitpar.data.shards.manifest import Specials
 
 Ids = NDArray[np.int64]
 """Numbers of tokens, or counts of them."""

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage
-from vitpar.data.shards.manifest import TOKENS, Manifest, SplitEntry
+from vitpar.data.shards.manifest import TOKENS, Manifest, Specials, SplitEntry, TextSection
 from vitpar.data.shards.shard_set import DAMAGED, ShardSet
-from vitpar.data.text.section import Specials, TextSection
 from vitpar.data.text.tokenizer import Tokenizer, load_tokenizer
 from vitpar.errors import DataError
 from vitpar.object_store import ObjectPath

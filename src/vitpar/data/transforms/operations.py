@@ -65,12 +65,6 @@ def _table(name: str, value: int) -> NDArray[np.uint8]:
     return np.array(table(value), np.uint8)
 
 
-def _looked_up(images: Tensor, tables: Tensor) -> Tensor:
-    """Replace grey levels by those in a table for each image, uint8 [k, 256], or for each channel, [3 k, 256]."""
-    flat = images.reshape(len(tables), -1)
-    return tables.gather(1, flat.long()).view(images.shape)
-
-
 def _transformed(transform: TrainTransform, images: Tensor, matrices: Tensor) -> Tensor:
     """Transform images by matrices, float64 [k, 6], with bilinear interpolation."""
     count, channels, height, width = images.shape
@@ -275,20 +269,16 @@ def _noise(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
     return torch.tensor(levels, dtype=torch.float64).round().clamp(0, 255).to(device, torch.uint8)
 
 
-def _alone(change: Callable[[Tensor, Tensor], Tensor]) -> Change:
-    """Return a change that does not depend on the transform."""
-    return lambda transform, images, values: change(images, values)
-
-
 CHANGES: dict[str, Change] = {
     "affine": _transformed,
     "across": partial(_moved, dim=3),
     "down": partial(_moved, dim=2),
     "erase": _erased,
-    **{
-        name: _alone(change)
+    **{  # those that do not depend on the transform
+        name: lambda _, images, values, change=change: change(images, values)
         for name, change in {
-            "table": _looked_up,
+            # A table of 256 grey levels for each image.
+            "table": lambda images, tables: tables.gather(1, images.flatten(1).long()).view(images.shape),
             "AutoContrast": _auto_contrast,
             "Equalize": _equalized,
             "Color": lambda images, factors: _blended(grey(images), images, factors),

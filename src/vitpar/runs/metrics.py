@@ -161,7 +161,9 @@ def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = 
             if isinstance(row.get("memory_by_rank"), list):
                 memory = np.array([_number(value) for value in row["memory_by_rank"][:MAX_RANKS]])
     train, evals = (_sorted(columns[kind]) for kind in ("train", "eval"))
-    train["hours"] = _hours(train["step_ms"])
+    step_ms = train["step_ms"]
+    fine = np.isfinite(step_ms) & (step_ms >= 0)
+    train["hours"] = np.cumsum(np.where(fine, step_ms, 0.0)) / 3.6e6 if fine.any() else np.full(len(step_ms), np.nan)
     collected = Metrics(train, evals, damaged, memory, events_of(events))
     for axis in ("samples", "hours"):
         evals[axis] = collected.at(axis, evals["step"])
@@ -205,14 +207,6 @@ def _sorted(columns: Mapping[str, array[float]]) -> dict[str, Column]:
     steps = arrays["step"][order]
     last = np.append(steps[1:] != steps[:-1], True)[: len(steps)]
     return {name: column[order][last] for name, column in arrays.items()}
-
-
-def _hours(step_ms: Column) -> Column:
-    """Return the hours of training up to each row; all NaN if no row has a time."""
-    fine = np.isfinite(step_ms) & (step_ms >= 0)
-    if not fine.any():
-        return np.full(len(step_ms), np.nan)
-    return np.cumsum(np.where(fine, step_ms, 0.0)) / 3.6e6
 
 
 def events_of(rows: Iterable[dict[str, Any]]) -> RunEvents:

@@ -11,10 +11,8 @@ import numpy as np
 from vitpar.errors import UserError
 from vitpar.models import ModelConfig
 from vitpar.recipe import read_recipe
-from vitpar.runs.chart import AXES, SMOOTHING
-from vitpar.runs.charts import charts, percent
-from vitpar.runs.folder import RunRecord, recipe_differences, seed_groups
-from vitpar.runs.metrics import Column
+from vitpar.runs.charts import AXES, SMOOTHING, charts, percent
+from vitpar.runs.folder import RunRecord, seed_groups
 from vitpar.runs.pages.document import facts, switch, table, toggles
 from vitpar.runs.pages.figures import SERIES, series_colour, timeline
 from vitpar.runs.pages.maps import placement, rank_grid
@@ -84,6 +82,11 @@ def _results(run: RunRecord) -> dict[str, str]:
     """Return the facts about a run as HTML by name; empty ones are unknown."""
     metrics, start = run.metrics, run.events.starts[-1] if run.events.starts else None
     total = f" of {start.steps:,}" if start and start.steps != metrics.steps else ""
+    data, path = "", run.recipe.get("data.path")
+    if start is not None:
+        name = f"{shown(path)}: " if isinstance(path, str) else ""
+        sets = f"{start.train_samples:,} training and {start.val_samples:,} validation images"
+        data = f"{name}{sets}, {start.batch_size:,} a step"
     loss = run.last("loss")
     parts = [] if loss is None else [f"loss {loss:.4f}"]
     parts += [
@@ -91,6 +94,10 @@ def _results(run: RunRecord) -> dict[str, str]:
     ]
     train_loss, hours, rate = run.last("loss", "train"), run.last("hours", "train"), run.images_per_second
     memory, mfu = run.last("memory_bytes", "train"), run.last("mfu", "train")
+    peak, ranks = "" if memory is None else f"{size(memory)} at most on rank 0", metrics.memory
+    if memory is not None and len(ranks) > 1 and np.isfinite(ranks).all():
+        most, least = int(ranks.argmax()), int(ranks.argmin())
+        peak = f"at most {size(ranks[most])} on rank {most}, {size(ranks[least])} on rank {least}"
     wrong = int((metrics.train["skipped"] > 0).sum()), int((~np.isfinite(metrics.train["loss"])).sum())
     oddities = [f"{count(wrong[0], 'step')} skipped"] if wrong[0] else []
     oddities += [f"{count(wrong[1], 'step')} without a finite loss"] if wrong[1] else []
@@ -105,23 +112,15 @@ def _results(run: RunRecord) -> dict[str, str]:
         "training time": "" if hours is None else _duration(hours),
         "speed": "" if rate is None else f"{rate:,.{0 if rate >= 100 else 1}f} samples/s on average",
         "MFU": "" if mfu is None else percent(mfu),
-        "memory": "" if memory is None else _memory_words(memory, metrics.memory),
+        "memory": peak,
         "plan": f"<code>{escape(shown(run.plan_words))}</code>",
         "model": "" if start is None else f"{escape(shown(start.model))}, {start.parameters / 1e6:,.3g} M parameters",
-        "data": "" if start is None else escape(_data_words(run)),
+        "data": escape(data),
         "devices": escape(_devices(run)),
         "checkpoints": f"{len(run.events.saves):,} saved" if run.events.saves else "",
         "restarts": _restarts(run),
         "metrics": escape(", ".join(oddities)),
     }
-
-
-def _memory_words(first: float, ranks: Column) -> str:
-    """Return the peak memory of a run's ranks. first: that of rank 0, in bytes."""
-    if len(ranks) < 2 or not np.isfinite(ranks).all():
-        return f"{size(first)} at most on rank 0"
-    most, least = int(ranks.argmax()), int(ranks.argmin())
-    return f"at most {size(ranks[most])} on rank {most}, {size(ranks[least])} on rank {least}"
 
 
 def _best(run: RunRecord) -> dict[str, str]:
@@ -138,14 +137,6 @@ def _best(run: RunRecord) -> dict[str, str]:
 def _name(metric: Metric) -> str:
     """Return the name of a metric, which is not broken at hyphens."""
     return shown(metric.words).replace("-", HYPHEN)
-
-
-def _data_words(run: RunRecord) -> str:
-    start = run.events.starts[-1]
-    path = run.recipe.get("data.path")
-    name = f"{shown(path)}: " if isinstance(path, str) else ""
-    sets = f"{start.train_samples:,} training and {start.val_samples:,} validation images"
-    return f"{name}{sets}, {start.batch_size:,} a step"
 
 
 def _restarts(run: RunRecord) -> str:
@@ -276,8 +267,13 @@ def _settings(run: RunRecord) -> str:
 
 def _differences(runs: Sequence[RunRecord]) -> str:
     """Return the table of settings in which the recipes differ."""
-    differences = recipe_differences(list(runs))
-    rows = [[f"<code>{escape(shown(key))}</code>", *map(escape, values)] for key, values in differences.items()]
+    keys = dict.fromkeys(key for run in runs for key in run.recipe)
+    settings = {key: [shown(run.recipe.get(key, "not set")) for run in runs] for key in keys}
+    rows = [
+        [f"<code>{escape(shown(key))}</code>", *map(escape, values)]
+        for key, values in settings.items()
+        if len(set(values)) > 1
+    ]
     heads = ["setting", *(_key(number, run) for number, run in enumerate(runs))]
     more = rows[MOST_SHOWN:]
     folded = f"<details><summary>{count(len(more), 'setting')} more</summary>{table(heads, more)}</details>"

@@ -13,7 +13,7 @@ from vitpar.data.randomness import SampleOrder
 from vitpar.data.shards.index import Labels
 from vitpar.data.shards.manifest import has_manifest, read_manifest
 from vitpar.data.shards.shard_set import ShardSet
-from vitpar.data.stream.stream_set import StreamSet
+from vitpar.data.stream.stream_set import ImageSet, StreamSet
 from vitpar.data.stream.urls import expand
 from vitpar.data.survey import some_sizes
 from vitpar.data.text.text_set import TextSet
@@ -39,8 +39,6 @@ SMALL = 96 * 96
 """Pixels of a stored image up to which several threads are slower than one: each holds Python's lock for most of its
 time, and handing it over takes longer than an operation on such an image
 (experiments/results/decoding_threads_2core_2026-11-28.md)."""
-ImageSet = ShardSet | StreamSet
-"""Data set with `len()`, `num_classes`, and `place` for messages. A `TextSet` is a `ShardSet`."""
 
 
 def open_split(recipe: Recipe, split: str) -> ImageSet:
@@ -188,7 +186,7 @@ def refuse_streamed_targets(recipe: Recipe, task: Task, config: ModelConfig, pla
 
     Raises RecipeError and StrategyError.
     """
-    if recipe.stream and not task.STREAMS:
+    if recipe.stream and task.AVERAGES:
         raise RecipeError(f"task '{shown(task.NAME)}' does not read streams: pack the data, or index the shards")
     if recipe.stream and task.IMAGE_TARGETS and not images_are_at_outputs(config, plan):
         raise StrategyError(

@@ -12,19 +12,19 @@ from vitpar.data.image_files import NotedImages
 from vitpar.data.loader import Batch, EvalLoader, KeptImages, Loader, LoaderSettings, Skipped, TrainLoader
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.loader import StreamLoader
-from vitpar.data.stream.stream_set import StreamPart, StreamSet
+from vitpar.data.stream.stream_set import ImageSet, StreamPart, StreamSet
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import TrainTransform
-from vitpar.errors import ModelError
+from vitpar.errors import DataError, ModelError
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
 from vitpar.recipe import Recipe
 from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
-from vitpar.tasks.data import ImageSet, are_small, decoding_threads, mixing, order_of, transforms
+from vitpar.tasks.data import are_small, decoding_threads, mixing, order_of, transforms
 from vitpar.tasks.image_cache import hold_images, make_cache
-from vitpar.tasks.input import EvalInput, Input
+from vitpar.tasks.input import Input
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
 
@@ -134,7 +134,11 @@ class ImageInput(Input):
         settings |= {"sizes": sizes, "decoder": self._decoder}
         if isinstance(images, StreamSet):
             part, parts = self._part()
-            images.refuse_few(parts)
+            if len(images.shards) < parts:
+                raise DataError(
+                    f"'{images.place}' has {count(len(images.shards), 'shard')} for the {parts} ranks that decode "
+                    "images, and each needs its own: write more and smaller shards, or decode on fewer ranks with pp"
+                )
             assert not isinstance(self._train, list), "tasks of several crops refuse streams"
             return StreamLoader(images, self._train, seed=self._recipe.train.seed, part=part, start=start, **settings)
         return TrainLoader(images, self._train, order=order_of(self._recipe, len(images)), start=start, **settings)
@@ -212,13 +216,18 @@ class ImageInput(Input):
         taught = images if self._taught is None else images[self._taught]
         return taken if self._model.takes_images else None, None if self._teacher is None else taught
 
-    def eval_step(self, batch: Batch) -> EvalInput | None:
-        labels = self._evaluated(batch)
-        if labels is None:
-            return None
+    def eval_step(self, batch: Batch) -> tuple[StepInput, Tensor] | None:
+        if batch.whole:
+            labels = self.labels(batch)
+        else:
+            has_more = torch.tensor([0 if batch.ended else 1])
+            combined = self._together(self.to_device(torch.cat([batch.labels, has_more])))
+            if not combined[-1].item():
+                return None
+            labels = combined[:-1]
         if self.task.IMAGE_TARGETS:
-            return EvalInput(*self._images_and_targets(batch, labels, torch.zeros_like(labels)), labels)
-        return EvalInput(self.images(batch), self.task.counted_targets(labels), labels)
+            return StepInput(*self._images_and_targets(batch, labels, torch.zeros_like(labels))), labels
+        return StepInput(self.images(batch), self.task.counted_targets(labels)), labels
 
     def _images_and_targets(self, batch: Batch, labels: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return this rank's images, None where the model takes none, and the targets of its outputs."""
@@ -261,14 +270,6 @@ class ImageInput(Input):
         if self._recipe.data.bad_sample == "skip":
             all_reduce_(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
         return labels
-
-    def _evaluated(self, batch: Batch) -> Tensor | None:
-        """Return `labels` of an evaluation batch; None when no rank has images left."""
-        if batch.whole:
-            return self.labels(batch)
-        has_more = torch.tensor([0 if batch.ended else 1])
-        combined = self._together(self.to_device(torch.cat([batch.labels, has_more])))
-        return combined[:-1] if combined[-1].item() else None
 
     def _labels_and_keys(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the labels and keys of the global batch, on the device."""

@@ -5,8 +5,8 @@ Every rank reads complete batches of text, because ids are small, and masks them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,19 +25,6 @@ from vitpar.tasks.text import TextTask
 
 THREADS = 1
 """Threads that read text by default."""
-
-
-class EvalInput(NamedTuple):
-    """Input of an evaluation batch on one rank."""
-
-    images: Tensor | None
-    """This rank's input of the model; None where the model takes none."""
-    targets: Tensor
-    """Targets of the complete batch; of this rank's outputs under ``Task.LOCAL_TARGETS``."""
-    labels: Tensor
-    """Label of each sample of the complete batch, int64 [batch]; IGNORED for padding and what cannot be read."""
-    sides: Mapping[str, Tensor] = {}
-    """Further inputs of the complete batch by name (``ModelConfig.side_inputs``)."""
 
 
 class Input:
@@ -84,8 +71,11 @@ class Input:
         """Return a loader of the complete set in batches of the training shape. The last one is padded."""
         raise NotImplementedError
 
-    def eval_step(self, batch: Any) -> EvalInput | None:
-        """Return the input of an evaluation batch; None when no rank has samples left."""
+    def eval_step(self, batch: Any) -> tuple[StepInput, Tensor] | None:
+        """Return the input of an evaluation batch, and the labels of its samples; None when no rank has samples left.
+
+        The labels are of the complete batch, int64 [batch]; IGNORED for padding and what cannot be read.
+        """
         raise NotImplementedError
 
     def synthetic(self) -> StepInput:
@@ -128,10 +118,8 @@ class TextInput(Input):
     def eval_batches(self, data: TextSet) -> TextLoader:
         return TextLoader(data, batch_size=self._model.batch_size, workers=self.workers)
 
-    def eval_step(self, batch: TextBatch) -> EvalInput:
-        given = self.train_step(batch)
-        labels = batch.numbers.clamp(max=0)  # IGNORED for padding, else 0
-        return EvalInput(given.images, given.targets, self.to_device(labels), given.sides)
+    def eval_step(self, batch: TextBatch) -> tuple[StepInput, Tensor]:
+        return self.train_step(batch), self.to_device(batch.numbers.clamp(max=0))  # 0 for all but padding
 
     def synthetic(self) -> StepInput:
         text, size = self.task.text, self._model.batch_size

@@ -51,7 +51,7 @@ class Teacher:
         """Take the values of schedules in the coming step (``Task.schedules``)."""
 
     def features(self, images: Sequence[Tensor | None]) -> Tensor | None:
-        """Return features of images for an evaluation without the task's outputs (``Task.EVALUATES``). Collective.
+        """Return features of images for an evaluation without the task's outputs (``Task.AVERAGES``). Collective.
 
         images: this rank's images of `at_once` batches or fewer, [rows, channels, size, size], normalised.
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vitpar.data.text.text_set import TextSet
     from vitpar.data.text.tokenizer import WordTable
     from vitpar.models.config import ModelConfig
     from vitpar.parallel.vocabulary import VocabularyPart
@@ -40,11 +39,6 @@ class TextFacts:
     """Special tokens."""
     words: WordTable | None = field(default=None, compare=False, repr=False)
     """Places where words begin, for masking of whole words; None if they are not needed."""
-
-    @classmethod
-    def of(cls, text: TextSet, words: bool) -> TextFacts:
-        """Return the facts about a data set. words: whether words are needed."""
-        return cls(text.vocab_size, text.tokens, text.specials, text.tokenizer.words if words else None)
 
     @classmethod
     def synthetic(cls, vocab_size: int) -> TextFacts:
@@ -90,11 +84,6 @@ class TextTask(Task):
     @property
     def outputs(self) -> int:
         return self.text.vocab_size
-
-    @property
-    @abstractmethod
-    def model_options(self) -> Mapping[str, Any]:
-        """Fields of the model that follow from the data unless the recipe sets them."""
 
     @abstractmethod
     def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> MaskedBatch:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vitpar.data.classes import NamedClasses
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import Communication, ParallelModel
 from vitpar.parallel.attention import AttentionChoice, choose_attention
@@ -129,7 +129,7 @@ def build(
     plan: Plan,
     device: torch.device,
     task: Task | None = None,
-    data: Mapping[str, NamedClasses | None] | None = None,
+    data: Mapping[str, ImageSet | None] | None = None,
     others: Mapping[str, str | None] | None = None,
 ) -> TrainingComponents:
     """Build the components of `recipe`, with initial values. Collective.

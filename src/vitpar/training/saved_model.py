@@ -28,9 +28,9 @@ from vitpar.training.saving.resume import weights_folder
 if TYPE_CHECKING:
     import torch
 
+    from vitpar.data.stream.stream_set import ImageSet
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
-    from vitpar.tasks.data import ImageSet
     from vitpar.tasks.image_input import ImageInput
 
 AT_ONCE = 64

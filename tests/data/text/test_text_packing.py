@@ -173,8 +173,8 @@ def test_interrupted_packing_continues_to_the_same_bytes(tmp_path, monkeypatch, 
     assert not (tmp_path / "packed").exists()
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".packed.packing").glob("*.tokens")}
     seen = []
-    encode = sources._field
-    monkeypatch.setattr(sources, "_field", lambda *a: (seen.append(1), encode(*a))[1])
+    cut_up = sources._cut
+    monkeypatch.setattr(sources, "_cut", lambda *a: (seen.append(1), cut_up(*a))[1])
     pack_text(source, tmp_path / "packed", **settings)
     pack_text(source, tmp_path / "expected", **settings)
     assert files(tmp_path / "packed") == files(tmp_path / "expected")

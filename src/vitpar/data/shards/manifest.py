@@ -294,19 +294,13 @@ def read_rows(folder: Path | ObjectPath, split: str, entry: SplitEntry) -> np.nd
         raise DataError(f"index '{path}' is not the one recorded in {MANIFEST}: {again}")
     header = 10 + int.from_bytes(data[8:10], "little")  # of the format npy 1.0
     if len(data) == header + entry.samples * ROW.itemsize:
-        rows = np.frombuffer(data, ROW, offset=header)
-        if _fits(rows, entry):
-            return rows
+        rows, samples = np.frombuffer(data, ROW, offset=header), [shard.samples for shard in entry.shards]
+        numbers = np.arange(len(samples))
+        if sum(samples) == len(rows) and np.array_equal(rows["shard"], np.repeat(numbers, samples)):
+            sizes = np.repeat(np.array([shard.bytes for shard in entry.shards], np.int64), samples)
+            first = 0 if entry.shards and entry.shards[0].file.endswith(TOKENS) else tarfile.BLOCKSIZE
+            inside = (rows["offset"] >= first) & (rows["offset"] <= sizes - rows["size"]) & (rows["size"] > 0)
+            known = (rows["label"] >= 0) & (rows["label"] < len(entry.per_class))
+            if (inside & known).all():
+                return rows
     raise DataError(f"index '{path}' does not match the shards in {MANIFEST}: {again}")
-
-
-def _fits(rows: np.ndarray, entry: SplitEntry) -> bool:
-    """Return whether index rows are consistent with the shards and classes of a split."""
-    samples = [shard.samples for shard in entry.shards]
-    if sum(samples) != len(rows) or not np.array_equal(rows["shard"], np.repeat(np.arange(len(samples)), samples)):
-        return False
-    sizes = np.repeat(np.array([shard.bytes for shard in entry.shards], np.int64), samples)
-    first = 0 if entry.shards and entry.shards[0].file.endswith(TOKENS) else tarfile.BLOCKSIZE
-    inside = (rows["offset"] >= first) & (rows["offset"] <= sizes - rows["size"]) & (rows["size"] > 0)
-    known = (rows["label"] >= 0) & (rows["label"] < len(entry.per_class))
-    return bool((inside & known).all())

@@ -262,6 +262,4 @@ def _specials(vocabulary: Mapping[str, int], added: Mapping[int, str]) -> Specia
 
 
 def _mask(size: int, numbers: Sequence[int]) -> NDArray[np.bool_]:
-    mask = np.zeros(size, bool)
-    mask[list(numbers)] = True
-    return mask
+    return np.isin(np.arange(size), numbers)

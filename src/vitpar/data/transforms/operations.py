@@ -52,17 +52,10 @@ def arguments(name: str, values: NDArray[Any], side: int) -> tuple[str, NDArray[
             return "across", matrices[:, :3]
         return ("down", matrices[:, 3:]) if (matrices[:, :3] == (1, 0, 0)).all() else ("affine", matrices)
     if operation.table is not None:
-        return "table", np.stack([_table(name, value) for value in values.tolist()])
+        return "table", operation.table(values).astype(np.uint8)
     if name == "GaussianBlur":
         return name, np.stack([_taps(sigma) for sigma in values.tolist()])
     return name, values.astype(np.float64)
-
-
-@cache
-def _table(name: str, value: int) -> NDArray[np.uint8]:
-    table = OPERATIONS[name].table
-    assert table is not None, name
-    return np.array(table(value), np.uint8)
 
 
 def _transformed(transform: TrainTransform, images: Tensor, matrices: Tensor) -> Tensor:

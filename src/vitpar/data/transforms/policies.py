@@ -51,8 +51,8 @@ class Operation:
     matrix: Callable[[Any, int], Sequence[float]] | None = None
     """Affine matrix by argument and side of the image, from pixels of the result to those of the image: a, b, c, d, e,
     f of (a x + b y + c, d x + e y + f). None if the operation is not affine."""
-    table: Callable[[Any], Sequence[int]] | None = None
-    """Table from old to new grey levels by argument; None if the operation is not such a table."""
+    table: Callable[[Any], NDArray[np.int64]] | None = None
+    """Tables from old to new grey levels by arguments, [..., 256]; None if the operation is not such a table."""
 
 
 def _moved(place: int, most: float, of_side: bool = False) -> Operation:
@@ -85,17 +85,20 @@ def _rotation(degrees: Any, side: int) -> list[float]:
     return [cos, sin, cos * -x + sin * -y + 0.0 + x, down, cos, down * -x + cos * -y + 0.0 + y]
 
 
-def _kept(bits: Any) -> list[int]:
-    """Return the table that keeps the upper bits of each grey level."""
-    return [value & (0xFF << (8 - bits) & 0xFF) for value in range(256)]
+_LEVELS = np.arange(256)
 
 
-def _solarized(threshold: Any) -> list[int]:
-    return [value if value < threshold else 255 - value for value in range(256)]
+def _kept(bits: Any) -> NDArray[np.int64]:
+    """Return the tables that keep the upper bits of each grey level."""
+    return _LEVELS & (0xFF << (8 - np.asarray(bits)[..., None]))
 
 
-def _added(number: Any) -> list[int]:
-    return [min(255, value + number) if value < 128 else value for value in range(256)]
+def _solarized(threshold: Any) -> NDArray[np.int64]:
+    return np.where(np.asarray(threshold)[..., None] > _LEVELS, _LEVELS, 255 - _LEVELS)
+
+
+def _added(number: Any) -> NDArray[np.int64]:
+    return np.where(_LEVELS < 128, np.minimum(255, _LEVELS + np.asarray(number)[..., None]), _LEVELS)
 
 
 def _whole(value: Any) -> Any:
@@ -293,10 +296,7 @@ _PARTS = {"m": "magnitude", "n": "operations", "mstd": "deviation", "p": "probab
 
 
 def parse_policy(text: str) -> Policy:
-    """Return the policy that `text` names.
-
-    Raises RecipeError for an unknown name.
-    """
+    """Return the policy that `text` names. Raises RecipeError for an unknown name."""
     if text in _NAMED:
         return _NAMED[text]
     kind, *parts = text.split("-")

@@ -178,10 +178,7 @@ class EvalTransform:
             )
 
     def __call__(self, image: NDArray[np.uint8]) -> Tensor:
-        """Return the resized and cropped image, uint8 [3, size, size].
-
-        image: uint8 [height, width, 3].
-        """
+        """Return the resized and cropped image, uint8 [3, size, size]. image: uint8 [height, width, 3]."""
         height, width, _ = image.shape
         short = math.floor(self.size / self.crop_pct)
         longest = min(height, width) * max(2, MAX_DECODED_BYTES // (3 * short**2))

@@ -11,7 +11,7 @@ MOST = {
     "src/vitpar/bench": 648,
     "src/vitpar/check": 1_156,
     "src/vitpar/checkpoint": 999,
-    "src/vitpar/data": 7_415,
+    "src/vitpar/data": 7_408,
     "src/vitpar/kernels": 398,
     "src/vitpar/launch": 1_480,
     "src/vitpar/models": 8_591,

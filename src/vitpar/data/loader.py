@@ -163,17 +163,16 @@ class Loader:
         return [partial(self._work, job, row, min(row + task, rows)) for row in range(0, rows, task)]
 
     def _work(self, job: BatchJob, start: int, stop: int) -> None:
-        """Make the crops at places `start` to `stop` - 1 of this rank's rows, and with the last of them the batch."""
+        """Make the crops at places `start` to `stop` - 1 of this rank's rows, and with the last of them the batch.
+
+        Decode then what the device does, draw what follows the crops, and do it if no GPU will.
+        """
         if self._stored is None:
             self._fill(job, range(start, stop), on_host=self._decoder is None)
         with self._counting:
             job.missing -= stop - start
-            last = not job.missing
-        if last:
-            self._complete(job)
-
-    def _complete(self, job: BatchJob) -> None:
-        """Decode what the device does, draw what follows the crops, and do it if no GPU will."""
+            if job.missing:
+                return
         if self._decoder and job.encoded:
             made, failed = self._decoder.crops(job.encoded, job.views)
             self._fill(job, failed, on_host=True)
@@ -201,8 +200,13 @@ class Loader:
             sample = int(job.samples[self.rows[place]])
             if sample == IGNORED:
                 continue
+            # No transform writes to pixels, since they may be cached.
+            image: EncodedImage | NDArray[np.uint8] | None = self._cache.get(sample) if self._cache else None
             try:
-                image = self._opened(job.source, sample)
+                if image is None:
+                    image = opened(job.source.read(sample))
+                    if not image.shape:  # known only when it is decoded
+                        image = self._decoded(job.source, sample, image)
             except BadImage as error:
                 self._leave_out(job, place, error)
                 continue
@@ -216,17 +220,6 @@ class Loader:
                 ready, held = {}, 0
         if ready:
             self._crop(job, ready)
-
-    def _opened(self, source: Encoded, sample: int) -> EncodedImage | NDArray[np.uint8]:
-        """Return an image whose header is read, or its pixels if they are cached or its shape is known only then.
-
-        No transform writes to pixels, since they may be cached.
-        """
-        cached = self._cache.get(sample) if self._cache else None
-        if cached is not None:
-            return cached
-        image = opened(source.read(sample))
-        return image if image.shape else self._decoded(source, sample, image)
 
     def _decoded(self, source: Encoded, sample: int, image: EncodedImage) -> NDArray[np.uint8]:
         pixels = image.decoded(strict=not source.checked)

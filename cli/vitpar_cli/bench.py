@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.errors import RecipeError
 from vitpar.launch.resources import choose_device
 from vitpar.models import ModelConfig
@@ -17,8 +18,7 @@ from vitpar.recipe.machine import on_device
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.request import RecipeRequest, classes_of
 from vitpar.tasks import Task, task_of
-from vitpar.tasks.data import open_split
-from vitpar.tasks.image_data import ImageSet, check_images, refuse_streamed_targets
+from vitpar.tasks.data import check_images, open_split, refuse_streamed_targets
 from vitpar.training.prepare import refuse_misfits
 from vitpar.training.ranks import choose_plan
 from vitpar_cli import recipe_options as o

@@ -15,7 +15,7 @@ from vitpar.data.survey import survey
 from vitpar.errors import DataError
 from vitpar.launch.resources import cpu_cores
 from vitpar.recipe.request import RecipeRequest
-from vitpar.tasks.image_data import write_preview
+from vitpar.tasks.data import write_preview
 from vitpar_cli.data_pack import pack_command
 from vitpar_cli.data_view import Workers, print_problems, print_survey, refuse_options
 from vitpar_cli.outputs import refuse_unwritable

@@ -12,12 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from vitpar.data.shards.shard_set import ShardSet
-from vitpar.data.stream.stream_set import StreamSet
+from vitpar.data.stream.stream_set import ImageSet, StreamSet
 from vitpar.errors import DataError
 from vitpar.recipe.request import RecipeRequest
 from vitpar.tasks import Task
 from vitpar.tasks.data import open_split
-from vitpar.tasks.image_data import ImageSet
 from vitpar.text import printable
 from vitpar.training.saved_model import PlannedModel, saved_model
 from vitpar_cli import recipe_options as o
@@ -74,7 +73,7 @@ def evaluate(
     if predictions is not None and predictions.suffix != ".parquet":
         raise DataError(f"--predictions writes Parquet: name '{predictions.with_suffix('.parquet')}'")
     saved = saved_model(checkpoint, asked, doing="an evaluation", mesh=mesh, fetch=local_weights)
-    if not saved.task().EVALUATES:
+    if saved.task().AVERAGES:
         raise DataError(
             f"models of task '{saved.recipe.task.name}' have no labels to be evaluated with: write features with "
             "`vitpar features`, and evaluate these with `vitpar probe`"

@@ -10,7 +10,6 @@ from vitpar.data.image_files import ImageFiles, NotedImages, expand_images
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
 from vitpar.recipe.request import NO_DATA, RecipeRequest
-from vitpar.tasks.image_data import open_split
 from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import local_weights, progress_bar, refuse_unwritable, report_bad
@@ -53,8 +52,7 @@ def features(
     from vitpar.training.inference import classifiers, feature_width, outputs
     from vitpar.training.parquet_file import feature_file
 
-    given_images = files or open_split(saved.recipe, split)
-    assert isinstance(given_images, ShardSet | ImageFiles), "--data replaces a stream"
+    given_images = files or ShardSet.open(str(saved.recipe.data.path), split)
     source = NotedImages(given_images)
     labelled = isinstance(given_images, ShardSet)
     names = next(iter(given_images.names_of_classes), None) if isinstance(given_images, ShardSet) else None

@@ -23,8 +23,7 @@ from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.defaults import TASKS, with_defaults
 from vitpar.recipe.request import RecipeRequest
 from vitpar.sizes import parse_size
-from vitpar.tasks.data import model_of
-from vitpar.tasks.image_data import held_bytes
+from vitpar.tasks.data import held_bytes, model_of
 from vitpar.tasks.known import task_class
 from vitpar.text import shown
 from vitpar.training.prepare import OF_ANOTHER_RUN, with_weights

@@ -187,7 +187,7 @@ class ConsoleReporter(Reporter):
         )
         self._print(f"result     {result}", style="bold green")
         self._print(f"weights    {summary['weights']}")
-        if evaluated and self._header.task.EVALUATES:
+        if evaluated and not self._header.task.AVERAGES:
             self._print(f"evaluate   {shlex.join(['vitpar', 'eval', *arguments])}")
         self._print(f"report     {shlex.join(['vitpar', 'report', self._header.folder])}")
         if self._header.config.pretrained is not None:

@@ -14,9 +14,8 @@ from vitpar.runs.folder import RunRecord, refuse_other_folders
 from vitpar.runs.page import MOST_RUNS
 from vitpar.runs.page import report as page_of
 from vitpar.runs.pages.plotly import library
-from vitpar.runs.predictions import drawn_samples, predict
-from vitpar.runs.sheet import MOST_IMAGES, pictures_sheet, sheet
-from vitpar.tasks.image_data import open_split
+from vitpar.runs.predictions import MOST_IMAGES, drawn_samples, pictures_sheet, predict, sheet
+from vitpar.tasks.data import open_split
 from vitpar.training.saved_model import AT_ONCE, saved_model
 from vitpar_cli import recipe_options as o
 from vitpar_cli.board import PORT, serve_pages

@@ -22,7 +22,7 @@ from vitpar.data.loader import Batch
 from vitpar.data.shards.pack import pack
 from vitpar.recipe import Recipe
 from vitpar.tasks import task_of
-from vitpar.tasks.image_data import open_split
+from vitpar.tasks.data import open_split
 from vitpar.tasks.image_input import ImageInput
 from vitpar.text import count
 

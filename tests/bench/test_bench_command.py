@@ -22,7 +22,7 @@ from vitpar.parallel.phases import untimed
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import replace_auto_precision
 from vitpar.sharded import local
-from vitpar.tasks.image_data import open_split
+from vitpar.tasks.data import open_split
 from vitpar.tasks.inputs import build_input
 from vitpar.training.build import TrainingComponents, build
 from vitpar_cli import bench_view

@@ -13,9 +13,9 @@ from sklearn.datasets import load_sample_images
 from helpers.distributions import assert_same_distribution
 from helpers.oracles import timm, torchvision
 from vitpar.data.randomness import Draws
+from vitpar.data.transforms import CropMode, Interpolation
 from vitpar.data.transforms.batch import Normalize
 from vitpar.data.transforms.choices import draw_changes, draw_crops
-from vitpar.data.transforms.names import CropMode, Interpolation
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 
 pytestmark = pytest.mark.usefixtures("seeded")

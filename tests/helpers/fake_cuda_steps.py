@@ -24,7 +24,7 @@ from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.recipe import Recipe
-from vitpar.tasks.image_data import transforms
+from vitpar.tasks.data import transforms
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.build import build
 

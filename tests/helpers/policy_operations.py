@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms.operations import CHANGES, arguments
-from vitpar.data.transforms.policies import OPERATIONS, Context
+from vitpar.data.transforms.policies import OPERATIONS
 from vitpar.data.transforms.sample import TrainTransform
 
 Array = NDArray[Any]
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 def drawn(name: str, levels: Any, keys: Array, side: int, increasing: bool = False) -> Array:
     """Return the argument of an operation for each key, at one level or at one for each."""
     levels = np.broadcast_to(np.asarray(levels, np.float64), len(keys))
-    return np.broadcast_to(OPERATIONS[name].argument(levels, Context(Draws(keys), increasing), side), len(keys))
+    return np.broadcast_to(OPERATIONS[name].argument(levels, Draws(keys), increasing, side), len(keys))
 
 
 def changed(name: str, images: Tensor, values: Array, mean: tuple[float, float, float]) -> Tensor:

@@ -15,7 +15,7 @@ from vitpar.intervals import Interval
 from vitpar.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 from vitpar.recipe.defaults import MAX_LR, ROWS, default_model, recipe_for, row_for, with_defaults
 from vitpar.recipe.reference import find, settings
-from vitpar.tasks.image_data import transforms
+from vitpar.tasks.data import transforms
 from vitpar_cli.main import app
 
 HERE = {"data.path": "x"}

@@ -10,7 +10,7 @@ from vitpar.data.transforms.sample import EvalTransform
 from vitpar.errors import RecipeError, UserError
 from vitpar.limits import MAX_QUOTED_CHARS, MAX_TOML_BYTES
 from vitpar.recipe import Recipe, read_recipe
-from vitpar.tasks.image_data import transforms
+from vitpar.tasks.data import transforms
 
 pytestmark = pytest.mark.timeout(20)
 NINES = "9" * 5_000

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from helpers.run_folders import event, start, train_row, write_run
-from vitpar.runs.chart import Chart, Line, data_of, figure, numbers
-from vitpar.runs.charts import MOST_MARKS, charts, marks_of
+from vitpar.runs.charts import MOST_MARKS, Chart, Line, charts, data_of, figure, marks_of, numbers
 from vitpar.runs.folder import RunRecord
 from vitpar.runs.pages.plotly import Charts
 

@@ -1,7 +1,7 @@
 """Events of a run; tests/training/saving/test_frozen_runs.py reads those of a real run."""
 
 from helpers.run_folders import event, start
-from vitpar.runs.events import events_of
+from vitpar.runs.metrics import events_of
 
 
 def test_a_complete_run_ends_with_done() -> None:

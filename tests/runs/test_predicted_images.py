@@ -8,8 +8,7 @@ from PIL import Image
 
 from helpers.html_pages import Page
 from vitpar.data.images import BadImage
-from vitpar.runs.predictions import ClassResult, PredictedImages, drawn_samples
-from vitpar.runs.sheet import MOST_CLASSES, SIDE, sheet, thumbnail
+from vitpar.runs.predictions import MOST_CLASSES, SIDE, ClassResult, PredictedImages, drawn_samples, sheet, thumbnail
 
 LABELS = [0, 0, 0, 1, 1, 2]
 PREDICTED = [0, 1, 1, 1, 2, 2]

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from vitpar.runs.chart import drawn_rows, shared_steps, smoothed
+from vitpar.runs.charts import drawn_rows, shared_steps, smoothed
 from vitpar.runs.metrics import Column
 
 

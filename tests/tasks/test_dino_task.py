@@ -23,11 +23,11 @@ from vitpar.models.layers import LayeredModel
 from vitpar.recipe import read_recipe
 from vitpar.recipe.defaults import recipe_for
 from vitpar.recipe.rates.shapes import RunLengths
-from vitpar.tasks import input_rate, task_of
+from vitpar.tasks import inputs, task_of
 from vitpar.tasks.dino import DINO
-from vitpar.tasks.self_teacher import SelfTeacher
 from vitpar.tasks.soft_loss import soft_cross_entropy
 from vitpar.tasks.task import StepInput
+from vitpar.tasks.teacher import SelfTeacher
 from vitpar.training.build import build
 from vitpar.training.probe.running import collapse_warning
 from vitpar.weights.folder import open_weights
@@ -183,14 +183,14 @@ def test_centring_subtracts_the_mean_of_earlier_batches_under_any_plan(
 
 def test_rate_of_input_counts_all_crops(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = read_recipe(None, {"data.path": str(data), "train.steps": 1, **SETTINGS})
-    sizes, loader = list[int](), input_rate.TrainLoader
+    sizes, loader = list[int](), inputs.TrainLoader
 
     def recorded(shards: Any, views: Any, **settings: Any) -> Any:
         sizes.extend(view.size for view in views)
         return loader(shards, views, **settings)
 
-    monkeypatch.setattr(input_rate, "TrainLoader", recorded)
-    assert input_rate.input_rate(recipe, recipe.config(1), "cpu")
+    monkeypatch.setattr(inputs, "TrainLoader", recorded)
+    assert inputs.input_rate(recipe, recipe.config(1), "cpu")
     assert sizes == [16, 16, 8, 8, 8]
 
 

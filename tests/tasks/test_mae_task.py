@@ -27,7 +27,7 @@ from vitpar.models.mae.layers import masked, masking_noise
 from vitpar.recipe import read_recipe
 from vitpar.recipe.defaults import recipe_for
 from vitpar.runs.predictions import drawn_samples
-from vitpar.tasks.image_data import transforms
+from vitpar.tasks.data import transforms
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
 

@@ -46,7 +46,7 @@ MUTATIONS = (
     Mutation(
         name="text-masks-without-epoch",
         breaks="A sequence of text has the same masks in every epoch.",
-        file="src/vitpar/data/places.py",
+        file="src/vitpar/data/batches.py",
         old="sample_keys(order.seed, epochs, samples, repeats)",
         new="sample_keys(order.seed, epochs * 0, samples, repeats)",
         caught_by="pytest tests/data/text/test_text_loader.py::test_batches_have_the_sequences_of_the_order",
@@ -62,7 +62,7 @@ MUTATIONS = (
     Mutation(
         name="repeats-alike",
         breaks="All repeats of a sample in an epoch are cropped and dropped alike.",
-        file="src/vitpar/data/places.py",
+        file="src/vitpar/data/batches.py",
         old="sample_keys(order.seed, epochs, samples, repeats)",
         new="sample_keys(order.seed, epochs, samples, repeats * 0)",
         caught_by="pytest tests/data/test_loader.py::test_repeats_of_a_sample_have_different_keys",

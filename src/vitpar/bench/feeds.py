@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.parallel.phases import Phase
-from vitpar.tasks.image_data import ImageSet
 from vitpar.tasks.input import Input
 from vitpar.tasks.task import StepInput
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from vitpar.bench.feeds import Feed, Take
 from vitpar.bench.kernels import record
 from vitpar.bench.limits import PhaseLimits, measure_limits
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.launch.world_group import all_gather_json
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
@@ -32,8 +33,7 @@ from vitpar.planner.measure.device import device_name
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.tasks import Task
-from vitpar.tasks.image_data import ImageSet
-from vitpar.tasks.input_rate import input_rate
+from vitpar.tasks.inputs import input_rate
 from vitpar.training.build import TRAINING_DATA, TrainingComponents, build
 from vitpar.training.metrics import memory_bytes, peak_flops
 from vitpar.training.step import Garbage

@@ -14,7 +14,7 @@ from vitpar.data.transforms.batch import Mixed
 from vitpar.models.config import ModelConfig
 from vitpar.recipe import Recipe
 from vitpar.tasks import Task
-from vitpar.tasks.image_data import mixing, order_of
+from vitpar.tasks.data import mixing, order_of
 from vitpar.tasks.text import TextTask
 
 

@@ -1,7 +1,9 @@
-"""Batches of images of one rank, complete or in progress."""
+"""Samples of each batch of packed data, and batches of images of one rank, complete or in progress."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -10,9 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitpar.data.images import BadImage, EncodedImage
-from vitpar.data.randomness import Draws
+from vitpar.data.randomness import Draws, SampleOrder, Samples, sample_keys
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
+from vitpar.models.config import IGNORED
 from vitpar.text import count
 
 NAMED = 3
@@ -132,3 +136,28 @@ class Skipped:
     def __add__(self, other: Skipped) -> Skipped:
         problems = sorted({*self.problems, *other.problems})
         return Skipped(self.times + other.times, tuple(problems[:NAMED]), self.shards + other.shards)
+
+
+def shuffled_places(
+    data: ShardSet, order: SampleOrder, start: int, batch_size: int, *, reads: bool = True
+) -> Iterator[tuple[Samples, Samples]]:
+    """Yield the numbers and random keys of the samples of each training batch, int64 [batch] both, without end.
+
+    start: global samples seen before the first batch.
+    reads: whether samples are read. Then each epoch begins by asking whether a shard was replaced.
+    """
+    assert order.size == len(data), f"an order of {order.size} samples for {len(data)}"
+    checked = -1
+    for first in itertools.count(start, batch_size):
+        epochs, samples, repeats = order.batch(first, batch_size)
+        if reads and epochs[-1] > checked:
+            data.refuse_changed()
+            checked = int(epochs[-1])
+        yield samples, sample_keys(order.seed, epochs, samples, repeats)
+
+
+def places_in_turn(size: int, batch_size: int) -> Iterator[Samples]:
+    """Yield the numbers of the samples of each batch, int64 [batch], all once; IGNORED pads the last batch."""
+    for first in range(0, size, batch_size):
+        samples = np.arange(first, first + batch_size)
+        yield np.where(samples < size, samples, IGNORED)

@@ -124,10 +124,7 @@ class ImageCache(SharedMemory):
         return self._pixels[begin : begin + 3 * height * width].reshape(height, width, 3)
 
     def put(self, i: int, image: NDArray[np.uint8]) -> None:
-        """Store image `i`, unless it is stored already or does not fit.
-
-        image: uint8 [height, width, 3].
-        """
+        """Store image `i`, unless it is stored already or does not fit. image: uint8 [height, width, 3]."""
         height, width, _ = image.shape
         place, units = _HEAD + i, -(-image.nbytes // _UNIT)
         if self._numbers[_FULL] or self._numbers[place] or max(height, width) >= _SIDE:
@@ -207,10 +204,7 @@ class CachedSet:
 
 
 def stored_shape(images: ShardSet) -> Shape:
-    """Return the shape of all images of a set, by its first one.
-
-    Raises DataError if that cannot be read.
-    """
+    """Return the shape of all images of a set, by its first one. Raises DataError if that cannot be read."""
     try:
         height, width, channels = decode(images.read(0)).shape
     except BadImage as error:

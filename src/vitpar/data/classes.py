@@ -9,12 +9,15 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from vitpar.errors import DataError
 from vitpar.io import decode_utf8, is_utf8
 from vitpar.limits import MAX_CLASSES
 from vitpar.text import count, shown
+
+if TYPE_CHECKING:
+    from vitpar.data.stream.stream_set import ImageSet
 
 _HIDDEN = ("Cc", "Zl", "Zp")
 """Unicode's categories of characters that a name may not have: controls, line and paragraph separators."""
@@ -56,26 +59,6 @@ def _escaped(text: str) -> str:
     return shown(ascii(text))
 
 
-class NamedClasses(Protocol):
-    """Data with classes, such as a ShardSet or a StreamSet."""
-
-    @property
-    def place(self) -> str:
-        """Where the data are, for messages."""
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes, including those without samples."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Checksum of the samples and their order, or a description of a stream."""
-
-    @property
-    def names_of_classes(self) -> tuple[tuple[str, ...], ...]:
-        """Lists of names by which its classes are known, the preferred first; empty if they have numbers only."""
-
-
 @dataclass(frozen=True)
 class ClassMatch:
     """Relation of a model's classes to those of data."""
@@ -95,7 +78,7 @@ class ClassMatch:
     """How the names differ, for messages; empty if they do not."""
 
 
-def match_classes(names: Sequence[str] | None, data: NamedClasses) -> ClassMatch:
+def match_classes(names: Sequence[str] | None, data: ImageSet) -> ClassMatch:
     """Return how the classes `names` of a model, in the order of its outputs, relate to those of `data`.
 
     names: None if they are unknown.

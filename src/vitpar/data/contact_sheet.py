@@ -1,11 +1,10 @@
 """A contact sheet of a packed data set: samples as evaluation and training transform them."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
-from torch import Tensor
 
 from vitpar.data.images import decode
 from vitpar.data.randomness import SampleOrder, sample_keys
@@ -36,29 +35,18 @@ def contact_sheet(
         keys = sample_keys(order.seed, zeros + epoch, samples, zeros)
         images = train(pixels, keys)
         if mix:
-            mixed = Mix(mix.mixup, mix.cutmix, mix.probability, mix.switch)(keys, train.size)
+            mixed = replace(mix, apart=1)(keys, train.size)
             images = mixed.images(images.float(), range(len(keys)), len(keys)).round().byte()
         columns.append(images)
-    names = [shards.classes[shards.label(int(sample))] for sample in samples]
-    return _sheet(torch.stack(columns, 1), names, train.size)
-
-
-def _sheet(images: Tensor, names: Sequence[str], size: int) -> Image.Image:
-    """Draw the images of a contact sheet.
-
-    images: uint8 [rows, columns, 3, size, size].
-    names: class name of each row.
-    size: height and width of an image in pixels.
-    """
-    shown = max(_LEAST, size) // size * size  # tiny images are enlarged by a whole factor
-    rows, columns = images.shape[:2]
-    sheet = Image.new("RGB", (columns * (shown + _GAP) + _GAP, rows * (shown + _GAP + _LINE) + _GAP), "white")
+    shown = max(_LEAST, train.size) // train.size * train.size  # tiny images are enlarged by a whole factor
+    width, height = len(columns) * (shown + _GAP) + _GAP, len(samples) * (shown + _GAP + _LINE) + _GAP
+    sheet = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(sheet)
-    for row in range(rows):
+    for row, label in enumerate(shards.labels[samples]):
         top = _GAP + row * (shown + _GAP + _LINE)
-        draw.text((_GAP, top), names[row], fill="black")
-        for column in range(columns):
-            image = Image.fromarray(images[row, column].permute(1, 2, 0).numpy())
+        draw.text((_GAP, top), shards.classes[label], fill="black")
+        for column, made in enumerate(columns):
+            image = Image.fromarray(made[row].permute(1, 2, 0).numpy())
             place = _GAP + column * (shown + _GAP), top + _LINE
             sheet.paste(image.resize((shown, shown), Image.Resampling.NEAREST), place)
     return sheet

@@ -7,7 +7,6 @@ a stream of its own, while the device trains on earlier batches. Pixels differ i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from threading import Lock
 
@@ -57,7 +56,7 @@ class DeviceDecoder:
         that could not be decoded, with those that were to be decoded at the same time.
         """
         made, failed = [list[tuple[list[int], Tensor]]() for _ in views], list[int]()
-        with self._alone, self._streaming():
+        with self._alone, torch.cuda.stream(self._stream):
             for rows in _groups(encoded):
                 data = [torch.frombuffer(bytearray(encoded[row].data), dtype=torch.uint8) for row in rows]
                 heights, widths = np.array([encoded[row].shape for row in rows]).T
@@ -74,7 +73,7 @@ class DeviceDecoder:
 
     def joined(self, images: Tensor, parts: Sequence[tuple[list[int], Tensor]]) -> Tensor:
         """Return images of the host together with rows that the device has made, on the device, when they are there."""
-        with self._streaming():
+        with torch.cuda.stream(self._stream):
             whole = images.to(self._device, non_blocking=True)
             for rows, crops in parts:
                 whole.index_copy_(0, _sent(rows, self._device), crops)
@@ -88,9 +87,6 @@ class DeviceDecoder:
             tensor = one.images if isinstance(one, DrawnBatch) else one
             if tensor is not None and tensor.is_cuda:
                 tensor.record_stream(torch.cuda.current_stream(self._device))
-
-    def _streaming(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream else nullcontext()
 
 
 def _groups(encoded: Mapping[int, EncodedImage]) -> Iterator[list[int]]:

@@ -34,10 +34,7 @@ def expand_images(paths: Iterable[Path]) -> list[str]:
 
 
 class ImageFiles:
-    """Image files by number, read only when they are needed.
-
-    paths: paths of the files.
-    """
+    """Image files by number, read only when they are needed. paths: paths of the files."""
 
     checked = True
     """Whether a damaged image is noticed only if it cannot be decoded, as for packed images, which evaluation reads."""
@@ -59,10 +56,7 @@ class ImageFiles:
         return self.paths[i]
 
     def read(self, i: int) -> bytes:
-        """Return the encoded image `i`.
-
-        Raises BadImage for a file that cannot be read.
-        """
+        """Return the encoded image `i`. Raises BadImage for a file that cannot be read."""
         try:
             return read_bytes(self.paths[i])
         except OSError as error:

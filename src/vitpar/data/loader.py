@@ -15,18 +15,18 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Protocol, Required, TypedDict, Unpack
+from typing import Required, TypedDict, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.batches import Batch, BatchJob, Encoded, Skipped, Transform, View
+from vitpar.data.batches import Batch, BatchJob, Encoded, Skipped, Transform, View, places_in_turn, shuffled_places
 from vitpar.data.cache import CachedSet
 from vitpar.data.device_decoding import DeviceDecoder
+from vitpar.data.image_files import NotedImages
 from vitpar.data.images import BadImage, BadSample, EncodedImage, opened
-from vitpar.data.places import places_in_turn, shuffled_places
 from vitpar.data.randomness import Draws, SampleOrder, hash_numbers
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.drawn import DrawnBatch
@@ -78,13 +78,6 @@ class LoaderSettings(KeptImages, total=False):
     """Decoder of JPEGs on the device, for a `TrainTransform`. Default: none; the decoding threads decode all images."""
     sizes: Callable[[int], int] | None
     """Function from the samples before a batch to the side of its images, in pixels. Default: that of the transform."""
-
-
-class Labelled(Encoded, Sized, Protocol):
-    """Encoded images with labels."""
-
-    labels: NDArray[np.int32]
-    """Class numbers, int32 [samples]."""
 
 
 class Loader:
@@ -155,15 +148,12 @@ class Loader:
                 keys = job.keys[self.rows]
                 for place, transform in enumerate(self._transforms):
                     own = (hash_numbers(_VIEW, keys, place) >> np.uint64(1)).view(np.int64) if place else keys
-                    job.views.append(View(transform, Draws(own), self._allocated(transform.size)))
+                    crops = None
+                    if self._stored is None:
+                        shape = len(self.rows), 3, transform.size, transform.size
+                        crops = torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+                    job.views.append(View(transform, Draws(own), crops))
             yield job
-
-    def _allocated(self, size: int) -> Tensor | None:
-        """Return memory for the crops of this rank's rows."""
-        if self._stored is not None:
-            return None
-        shape = len(self.rows), 3, size, size
-        return torch.zeros(shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 
     def _tasks(self, job: BatchJob) -> list[Callable[[], None]]:
         """Return the tasks of threads that fill a batch with decoded images. Skipped rows get label IGNORED."""
@@ -173,17 +163,16 @@ class Loader:
         return [partial(self._work, job, row, min(row + task, rows)) for row in range(0, rows, task)]
 
     def _work(self, job: BatchJob, start: int, stop: int) -> None:
-        """Make the crops at places `start` to `stop` - 1 of this rank's rows, and with the last of them the batch."""
+        """Make the crops at places `start` to `stop` - 1 of this rank's rows, and with the last of them the batch.
+
+        Decode then what the device does, draw what follows the crops, and do it if no GPU will.
+        """
         if self._stored is None:
             self._fill(job, range(start, stop), on_host=self._decoder is None)
         with self._counting:
             job.missing -= stop - start
-            last = not job.missing
-        if last:
-            self._complete(job)
-
-    def _complete(self, job: BatchJob) -> None:
-        """Decode what the device does, draw what follows the crops, and do it if no GPU will."""
+            if job.missing:
+                return
         if self._decoder and job.encoded:
             made, failed = self._decoder.crops(job.encoded, job.views)
             self._fill(job, failed, on_host=True)
@@ -211,8 +200,13 @@ class Loader:
             sample = int(job.samples[self.rows[place]])
             if sample == IGNORED:
                 continue
+            # No transform writes to pixels, since they may be cached.
+            image: EncodedImage | NDArray[np.uint8] | None = self._cache.get(sample) if self._cache else None
             try:
-                image = self._opened(job.source, sample)
+                if image is None:
+                    image = opened(job.source.read(sample))
+                    if not image.shape:  # known only when it is decoded
+                        image = self._decoded(job.source, sample, image)
             except BadImage as error:
                 self._leave_out(job, place, error)
                 continue
@@ -226,17 +220,6 @@ class Loader:
                 ready, held = {}, 0
         if ready:
             self._crop(job, ready)
-
-    def _opened(self, source: Encoded, sample: int) -> EncodedImage | NDArray[np.uint8]:
-        """Return an image whose header is read, or its pixels if they are cached or its shape is known only then.
-
-        No transform writes to pixels, since they may be cached.
-        """
-        cached = self._cache.get(sample) if self._cache else None
-        if cached is not None:
-            return cached
-        image = opened(source.read(sample))
-        return image if image.shape else self._decoded(source, sample, image)
 
     def _decoded(self, source: Encoded, sample: int, image: EncodedImage) -> NDArray[np.uint8]:
         pixels = image.decoded(strict=not source.checked)
@@ -299,7 +282,9 @@ class EvalLoader(Loader):
     be only padding.
     """
 
-    def __init__(self, images: Labelled, transform: EvalTransform, **settings: Unpack[LoaderSettings]) -> None:
+    def __init__(
+        self, images: ShardSet | NotedImages, transform: EvalTransform, **settings: Unpack[LoaderSettings]
+    ) -> None:
         super().__init__(images, transform, **settings)
         self._images = images
 

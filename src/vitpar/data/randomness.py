@@ -37,20 +37,14 @@ Samples = NDArray[np.int64]
 
 
 def _scrambled(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Map numbers bijectively so that neighbours become unrelated.
-
-    x: uint64 of any shape but a scalar.
-    """
+    """Map numbers bijectively so that neighbours become unrelated. x: uint64 of any shape but a scalar."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
     return x ^ (x >> np.uint64(31))
 
 
 def hash_numbers(*columns: NDArray[np.int64] | int) -> NDArray[np.uint64]:
-    """Return a 64-bit hash of each row, uint64 [rows].
-
-    columns: integers, and int64 arrays of the same length.
-    """
+    """Return a 64-bit hash of each row, uint64 [rows]. columns: integers, and int64 arrays of the same length."""
     state = np.zeros(1, dtype=np.uint64)
     for column in columns:
         numbers = np.atleast_1d(np.asarray(column, dtype=np.int64)).view(np.uint64)
@@ -102,10 +96,7 @@ def _gammas(keys: NDArray[np.int64], shape: float, which: int) -> NDArray[np.flo
 
 
 class Draws:
-    """Streams of random numbers of many samples, each derived from the sample's key.
-
-    keys: int64 [n].
-    """
+    """Streams of random numbers of many samples, each derived from the sample's key. keys: int64 [n]."""
 
     def __init__(self, keys: NDArray[np.int64]) -> None:
         self._states = keys.view(np.uint64) * np.uint64(_DRAWS)

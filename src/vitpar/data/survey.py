@@ -36,32 +36,29 @@ def survey(folder: str | Path) -> dict[str, Any]:
     else:
         about = text.model_dump(mode="json", include={"tokens", "vocab_size", "specials", "cross_documents"})
         about |= {"tokenizer": text.tokenizer_file or "bytes"}
-    kind, of_split = (ShardSet, _images) if text is None else (TextSet, _text)
-    splits = {name: of_split(kind.open(folder, name)) for name in manifest.splits}
+    splits = dict[str, dict[str, Any]]()
+    for name in manifest.splits:
+        shards = (ShardSet if text is None else TextSet).open(folder, name)
+        splits[name] = {"samples": len(shards), "shards": len(shards.files), "bytes": shards.bytes}
+        splits[name] |= {"fingerprint": shards.fingerprint}
+        splits[name] |= _text(shards) if isinstance(shards, TextSet) else _images(shards)
     return {"folder": str(folder), **about, "splits": splits}
 
 
 def _images(shards: ShardSet) -> dict[str, Any]:
     sizes = [made_of(shards, i, lambda i: (*image_size(data := shards.read(i)), len(data))) for i in spread(shards)]
     width, height, image_bytes = np.quantile(sizes, _FIVE, axis=0, method="nearest").T.tolist()
-    about = {"per_class": list(shards.per_class), "width": width, "height": height, "image_bytes": image_bytes}
-    return _counts(shards) | about
+    return {"per_class": list(shards.per_class), "width": width, "height": height, "image_bytes": image_bytes}
 
 
-def _text(text: ShardSet) -> dict[str, Any]:
-    assert isinstance(text, TextSet)
-    return _counts(text) | {
+def _text(text: TextSet) -> dict[str, Any]:
+    return {
         "documents": text.documents,
         "ids": int(text.lengths.sum()),
         "length": np.quantile(text.lengths, _FIVE, method="nearest").tolist(),
         "mean_length": float(text.lengths.mean()),
         "decoded": [made_of(text, i, text.decode) for i in range(min(TEXTS, len(text)))],
     }
-
-
-def _counts(shards: ShardSet) -> dict[str, Any]:
-    counts = {"samples": len(shards), "shards": len(shards.files)}
-    return counts | {"bytes": shards.bytes, "fingerprint": shards.fingerprint}
 
 
 def spread(shards: ShardSet, most: int = HEADERS) -> list[int]:

@@ -16,7 +16,7 @@ from vitpar.planner.cost.price import price
 from vitpar.planner.sources import recipe_costs
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan, batch_arithmetic, place_of_rank, validate
-from vitpar.tasks.image_data import held_bytes
+from vitpar.tasks.data import held_bytes
 from vitpar.text import count, divisors, either, size
 from vitpar.training.optim.state_memory import moments
 

@@ -1,25 +1,240 @@
-"""Charts of a report: which metrics are drawn, and the events that are marked in them."""
+"""Charts of a report over steps: the metrics that are drawn, thinned and smoothed for the page's script, and marks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from vitpar.runs.chart import AXES, Chart, Line, figure, numbers
 from vitpar.runs.folder import RunRecord, seed_groups
 from vitpar.runs.metrics import Column
-from vitpar.runs.pages.figures import SERIES
-from vitpar.runs.pages.plotly import Charts
+from vitpar.runs.pages.figures import SERIES, series_colour
+from vitpar.runs.pages.plotly import Charts, Figure, Key
 from vitpar.text import count, shown
 
+AXES = ("step", "samples", "hours")
+"""Horizontal axes."""
+SMOOTHING = {"off": 0.0, "light": 0.03, "strong": 0.12}
+"""Width of the window of smoothing, as a fraction of all rows, by the name of its button."""
+SAME = 0.01
+"""Largest difference of lines that coincide, as a fraction of their range. They are drawn with different widths."""
+LOG_SPAN = 50.0
+"""Ratio of the largest to the usual smallest value above which a chart may have a logarithmic axis."""
+KEY_POINTS = ("first", "lowest", "highest", "last", "missing")
+"""Points of a line in the table below its chart, and the number of rows without a value."""
+GAP = 5.0
+"""Distance of two rows, in medians of the distances, above which a line is interrupted."""
+DIGITS = 6
+"""Significant digits of numbers in the page."""
 COLUMNS = 400
 """Parts of a long line that keep their smallest and largest value, divided by the number of runs."""
 MANY_RUNS = 3
 """Number of runs above which charts are higher."""
 MOST_MARKS = 60
 """Maximum number of marks of a kind and run in a chart: more could not be distinguished."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart."""
+
+    run: int
+    """Number of the run, which determines the colour."""
+    name: str
+    """Name in texts, such as `run 1, validation`."""
+    x: Mapping[str, Column]
+    """Position of every row on each of `AXES`, and possibly other columns."""
+    y: Column
+    """Values; those that are not finite interrupt the line."""
+    evaluated: bool = False
+    """Whether it is of evaluations: dashed, with a dot at every point."""
+    group: int | None = None
+    """Number of the group of layers, which determines the colour, and has a button; None for a line of the model."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of several lines."""
+
+    title: str
+    """Title."""
+    lines: Sequence[Line]
+    """Lines, of which at least one has a finite value."""
+    digits: str = ".3g"
+    """Format of values in texts, as Python and d3 read it."""
+    unit: str = ""
+    """Unit after values, with a space before it."""
+    scale: float = 1.0
+    """Factor from values to the unit."""
+    smooth: bool = True
+    """Whether lines of training are smoothed."""
+    zero: bool = False
+    """Whether the vertical axis starts at 0."""
+    log: bool = False
+    """Whether the vertical axis is logarithmic if values span a large range."""
+    share: bool = False
+    """Whether values are shares, from 0 to 1: the axis ends at 1 at most."""
+    whole: bool = False
+    """Whether values are counts."""
+    note: str = ""
+    """Sentence below the chart."""
+
+    @property
+    def groups(self) -> list[list[Line]]:
+        """Lines of training, and those of evaluations, where there are any."""
+        both = ([line for line in self.lines if line.evaluated == evaluated] for evaluated in (False, True))
+        return [lines for lines in both if lines]
+
+
+def figure(chart: Chart, columns: int, height: int = 240) -> Figure:
+    """Return a chart for a page.
+
+    columns: parts of the axis of which a long line keeps the smallest and the largest value.
+    """
+    differences = [difference(lines) for lines in chart.groups]
+    same = ""
+    if None not in differences:
+        apart = max(filter(None, differences), default=0.0)
+        by = f"coincide: they differ by at most {apart * chart.scale:.2g}{chart.unit}" if apart else "are equal"
+        same = f"The lines of the runs {by}."
+    rows = []
+    for line in chart.lines:
+        fine = np.flatnonzero(np.isfinite(line.y))
+        y = line.y[fine]
+        indices = fine[[0, int(y.argmin()), int(y.argmax()), -1]].tolist() if len(fine) else []
+        said = [
+            f"{line.y[index] * chart.scale:{chart.digits}}{chart.unit} at step {line.x['step'][index]:,.0f}"
+            for index in indices
+        ]
+        rows.append([line.name, *(said or [""] * 4), str(len(line.y) - len(fine))])
+    keys = [Key(line.name, series_colour(line.group)) for line in chart.lines if line.group is not None]
+    data = data_of(chart, columns)
+    return Figure(chart.title, data, ["line", *KEY_POINTS], rows, (chart.note, same), keys, height)
+
+
+def data_of(chart: Chart, columns: int) -> dict[str, Any]:
+    """Return what the page's script draws of a chart, as JSON. columns: as for `figure`."""
+    values = np.concatenate([line.y[np.isfinite(line.y)] for line in chart.lines])
+    positive = bool((values > 0).all())
+    return {
+        "digits": chart.digits.replace("g", "~g"),
+        "unit": chart.unit,
+        "zero": chart.zero,
+        "most": chart.scale if chart.share else None,
+        "least": 0.01 * chart.scale if chart.share else None,
+        "whole": chart.whole,
+        "positive": positive,
+        "log": chart.log and positive and float(values.max()) > LOG_SPAN * float(np.quantile(values, 0.05)),
+        "lines": list(_lines(chart, columns)),
+    }
+
+
+def _lines(chart: Chart, columns: int) -> Iterator[dict[str, Any]]:
+    """Yield the data of the lines of a chart. null interrupts a line."""
+    shared = [shared_steps([(line.x["step"], line.y) for line in lines], columns) for lines in chart.groups]
+    # Training rows at evaluated steps are kept, so that both values are shown together.
+    shared[0] = np.unique(np.concatenate(shared))
+    for lines, steps in zip(chart.groups, shared, strict=True):
+        same = difference(lines) is not None
+        for above, line in zip(reversed(range(len(lines))), lines, strict=True):
+            rows, breaks = drawn_rows(line.x["step"], line.y, steps, columns)
+            values = partial(_values, rows=rows, breaks=breaks)
+            windows = {} if line.evaluated or not chart.smooth else SMOOTHING
+            yield {
+                "run": line.run,
+                "colour": None if line.group is None else SERIES[line.group % len(SERIES)],
+                "name": line.name,
+                "evaluated": line.evaluated,
+                # Of lines that coincide the first is drawn first, and broadest.
+                "wider": above if same else 0,
+                "x": {axis: values(line.x[axis]) for axis in AXES},
+                "y": values(line.y * chart.scale),
+                "smooth": {name: values(smoothed(line.y, n) * chart.scale) for name, n in windows.items() if n},
+            }
+
+
+def _values(column: Column, rows: NDArray[np.int64], breaks: NDArray[np.int64]) -> list[float | None]:
+    return numbers(np.insert(column[rows], breaks, np.nan))
+
+
+def numbers(column: Column) -> list[float | None]:
+    """Return numbers for JSON, with `DIGITS` digits; integers are exact, and None stands for what is not finite."""
+    return [
+        None if not np.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.{DIGITS}g}")
+        for value in column.tolist()
+    ]
+
+
+def difference(lines: Sequence[Line]) -> float | None:
+    """Return the largest difference of lines that coincide; None for those that do not, and for a line alone."""
+    first = lines[0]
+    if len(lines) < 2 or any(not np.array_equal(first.x["step"], line.x["step"]) for line in lines):
+        return None
+    values = np.stack([line.y for line in lines])
+    fine = np.isfinite(values)
+    if not fine.any() or (fine != fine[0]).any():
+        return None
+    values = values[:, fine[0]]
+    apart = float(np.ptp(values, axis=0).max())
+    return apart if apart <= SAME * float(np.ptp(values)) else None
+
+
+def shared_steps(series: Sequence[tuple[Column, Column]], columns: int) -> Column:
+    """Return the steps at which the lines of a chart keep their rows.
+
+    These are all steps, or for long lines those of the smallest and the largest value of each line in each of `columns`
+    parts of the axis. So every spike stays visible, and lines keep the same steps: their values can be compared.
+
+    series: (steps, values) of each line. The steps of a line ascend.
+    """
+    steps = np.concatenate([np.empty(0), *(step for step, _ in series)])
+    if max((len(step) for step, _ in series), default=0) <= 2 * columns:
+        return np.unique(steps)
+    edges = np.linspace(steps.min(), steps.max(), columns + 1)[1:-1]
+    kept = []
+    for step, y in series:
+        fine = np.isfinite(y)
+        part = np.searchsorted(edges, step[fine], side="right")
+        ends = (np.diff(part, prepend=-1) > 0) | (np.diff(part, append=columns) > 0)
+        # Sorted by part, then value: the first of a part is the smallest, its last the largest.
+        kept += [step[fine][np.lexsort((y[fine], part))][ends], step[:1], step[-1:]]
+    return np.unique(np.concatenate(kept))
+
+
+def drawn_rows(step: Column, y: Column, shared: Column, columns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices of the rows of a line that are drawn, and the places in them where the line is interrupted.
+
+    It is interrupted where values are missing or not finite, and by gaps in the steps; in a thinned line only where
+    that can be seen.
+
+    shared: result of `shared_steps`.
+    """
+    fine = np.flatnonzero(np.isfinite(y))
+    rows = fine[np.isin(step[fine], shared)]
+    if len(rows) < len(fine):
+        broken = np.diff(step[rows]) > 2 * (shared[-1] - shared[0]) / columns
+    else:
+        usual = float(np.median(np.diff(step))) if len(step) > 1 else np.inf
+        broken = (np.diff(rows) > 1) | (np.diff(step[rows]) > GAP * usual)
+    return rows, np.flatnonzero(broken) + 1
+
+
+def smoothed(y: Column, share: float) -> Column:
+    """Return the mean of the finite values in a centred window; NaN where the value itself is not finite.
+
+    share: width of the window, as a fraction of all rows.
+    """
+    fine, half = np.isfinite(y), max(1, round(share * len(y))) // 2
+    index = np.arange(len(y))
+    left, right = np.maximum(index - half, 0), np.minimum(index + half + 1, len(y))
+    sums = np.append(0.0, np.cumsum(np.where(fine, y, 0.0)))
+    counts = np.append(0, np.cumsum(fine))
+    with np.errstate(invalid="ignore"):
+        return np.where(fine, (sums[right] - sums[left]) / (counts[right] - counts[left]), np.nan)
 
 
 def charts(runs: Sequence[RunRecord]) -> tuple[Charts, list[str]]:

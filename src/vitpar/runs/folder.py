@@ -8,7 +8,7 @@ from __future__ import annotations
 import fcntl
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,8 +19,7 @@ import numpy as np
 
 from vitpar.errors import DataError, StrategyError
 from vitpar.io import open_regular, read_json, read_toml
-from vitpar.runs.events import RunEvents
-from vitpar.runs.metrics import Metrics, collect, read_metrics
+from vitpar.runs.metrics import Metrics, RunEvents, collect, read_metrics
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import read_plan
 from vitpar.tasks import Metric
@@ -86,8 +85,7 @@ class RunRecord:
     @cached_property
     def environment(self) -> Mapping[str, Any]:
         """Versions, hardware and command of env.json; empty if it cannot be read."""
-        content = _readable(self.path / "env.json", read_json)
-        return content if isinstance(content, dict) else {}
+        return _readable(self.path / "env.json", read_json)
 
     @cached_property
     def task_metrics(self) -> tuple[Metric, ...]:
@@ -101,11 +99,9 @@ class RunRecord:
     @cached_property
     def recipe(self) -> Mapping[str, Any]:
         """Settings of recipe.toml by dotted key; empty if it cannot be read."""
-        content = _readable(self.path / "recipe.toml", read_toml)
-        sections = content.items() if isinstance(content, dict) else ()
         return {
             f"{name}.{key}": value
-            for name, section in sections
+            for name, section in _readable(self.path / "recipe.toml", read_toml).items()
             if isinstance(section, dict)
             for key, value in section.items()
         }
@@ -243,12 +239,12 @@ def summary(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _readable(path: Path, read: Any) -> Any:
-    """Return the content of a file, or None if it cannot be read."""
-    try:
-        return read(path)
-    except (OSError, ValueError):
-        return None
+def _readable(path: Path, read: Callable[[Path], object]) -> dict[str, Any]:
+    """Return the object in a file; an empty one if it cannot be read or holds something else."""
+    with suppress(OSError, ValueError):
+        content = read(path)
+        return content if isinstance(content, dict) else {}
+    return {}
 
 
 def is_locked(path: Path) -> bool:
@@ -264,13 +260,6 @@ def is_locked(path: Path) -> bool:
     except OSError:  # a mount without locks
         return False
     return False
-
-
-def recipe_differences(runs: list[RunRecord]) -> dict[str, list[str]]:
-    """Return the settings in which the recipes of runs differ, by dotted key, with the value of each run."""
-    keys = dict.fromkeys(key for run in runs for key in run.recipe)
-    settings = {key: [shown(run.recipe.get(key, "not set")) for run in runs] for key in keys}
-    return {key: values for key, values in settings.items() if len(set(values)) > 1}
 
 
 def seed_groups(runs: Sequence[RunRecord]) -> list[list[int]]:

@@ -75,11 +75,6 @@ class LiveReport(ThreadingHTTPServer):
         """Address of the page."""
         return f"http://{HOST}:{self.server_port}/"
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """Names of this server in requests."""
-        return tuple(f"{name}:{self.server_port}" for name in (HOST, "localhost"))
-
     def run(self) -> None:
         """Serve until Ctrl-C."""
         try:
@@ -147,25 +142,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request for one of the two paths."""
-        self._answer(self.command == "GET")
-
-    do_HEAD = do_GET
-
-    def _answer(self, body: bool) -> None:
-        if self.headers.get("Host") not in self.server.hosts:
-            return self._send(403, b"this server answers only to its own name\n", "text/plain", body)
+        if self.headers.get("Host") not in {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}:
+            return self._send(403, b"this server answers only to its own name\n")
         path, _, query = self.path.partition("?")
         if path not in ("/", "/version"):
-            return self._send(404, b"there are only / and /version\n", "text/plain", body)
+            return self._send(404, b"there are only / and /version\n")
         try:
             page, version = self.server.page(query)
         except (DataError, ValueError) as error:
-            return self._send(404 if query else 503, f"{error}\n".encode(), "text/plain", body)
-        if path == "/":
-            return self._send(200, page, "text/html", body)
-        return self._send(200, version.encode(), "text/plain", body)
+            return self._send(404 if query else 503, f"{error}\n".encode())
+        return self._send(200, page, "text/html") if path == "/" else self._send(200, version.encode())
 
-    def _send(self, status: int, content: bytes, content_type: str, body: bool) -> None:
+    do_HEAD = do_GET
+
+    def _send(self, status: int, content: bytes, content_type: str = "text/plain") -> None:
         self.send_response(status)
         for name, value in (
             ("Content-Type", f"{content_type}; charset=utf-8"),
@@ -177,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         ):
             self.send_header(name, value)
         self.end_headers()
-        if body:
+        if self.command == "GET":
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:

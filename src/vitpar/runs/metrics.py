@@ -1,4 +1,4 @@
-"""Metrics of a run, read back from its metrics.jsonl as columns of numbers.
+"""Metrics and events of a run, read back from its metrics.jsonl: columns of numbers, and rows of `RunFolder.event`.
 
 Rows may lack numbers, or have some that are not finite. Lines that are no rows are counted and left out: a killed run
 may leave its last line incomplete.
@@ -10,17 +10,18 @@ import json
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter, ValidationError
 
 from vitpar.io import open_regular
 from vitpar.limits import MAX_COUNT, MAX_MEASURE, MAX_RANKS
-from vitpar.runs.events import RunEvents, events_of
 
+Count = Annotated[int, Field(ge=0, le=10**18)]
 Column = NDArray[np.float64]
 """Numbers of one metric; NaN where a row has none."""
 TRAIN = (
@@ -33,6 +34,51 @@ GROUPED = ("grad_norms", "update_ratios")
 """Objects in rows about training steps, with a number for each group of layers."""
 EVAL = ("step", "loss")
 """Columns of rows about evaluations. Those of the task's metrics follow, here and in `TRAIN`."""
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Start of a run, or of its continuation."""
+
+    step: Count
+    """Steps that were done before it."""
+    model: str
+    """Name of the model."""
+    parameters: Count
+    """Parameters of the global model."""
+    plan: str
+    """Plan, as a strategy string."""
+    device: str
+    """Device of rank 0."""
+    train_samples: Count
+    """Samples of the training set."""
+    val_samples: Count
+    """Samples of the validation set."""
+    steps: Count
+    """Steps of the complete run."""
+    batch_size: Count
+    """Samples of a step."""
+    changed: str = ""
+    """Settings that differ from those before, in words; empty if there are none."""
+
+
+_START = TypeAdapter(RunStart)
+
+
+@dataclass
+class RunEvents:
+    """Events of a run."""
+
+    starts: list[RunStart] = field(default_factory=list)
+    """Starts, the oldest first; none for a run of a vitpar that wrote no events."""
+    saves: list[int] = field(default_factory=list)
+    """Steps at which checkpoints were saved."""
+    end: str = ""
+    """Last event that ends a run after the last start: done, stopped, error; empty if there is none."""
+    words: str = ""
+    """Text of that event."""
+    warning: str = ""
+    """The newest warning since the last start; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +161,9 @@ def collect(found_rows: Iterable[dict[str, Any] | None], names: Sequence[str] = 
             if isinstance(row.get("memory_by_rank"), list):
                 memory = np.array([_number(value) for value in row["memory_by_rank"][:MAX_RANKS]])
     train, evals = (_sorted(columns[kind]) for kind in ("train", "eval"))
-    train["hours"] = _hours(train["step_ms"])
+    step_ms = train["step_ms"]
+    fine = np.isfinite(step_ms) & (step_ms >= 0)
+    train["hours"] = np.cumsum(np.where(fine, step_ms, 0.0)) / 3.6e6 if fine.any() else np.full(len(step_ms), np.nan)
     collected = Metrics(train, evals, damaged, memory, events_of(events))
     for axis in ("samples", "hours"):
         evals[axis] = collected.at(axis, evals["step"])
@@ -161,9 +209,21 @@ def _sorted(columns: Mapping[str, array[float]]) -> dict[str, Column]:
     return {name: column[order][last] for name, column in arrays.items()}
 
 
-def _hours(step_ms: Column) -> Column:
-    """Return the hours of training up to each row; all NaN if no row has a time."""
-    fine = np.isfinite(step_ms) & (step_ms >= 0)
-    if not fine.any():
-        return np.full(len(step_ms), np.nan)
-    return np.cumsum(np.where(fine, step_ms, 0.0)) / 3.6e6
+def events_of(rows: Iterable[dict[str, Any]]) -> RunEvents:
+    """Return the events in rows, in their order. Others than a run writes are left out."""
+    found = RunEvents()
+    for row in rows:
+        event, text, step = row.get("event"), str(row.get("text", "")), row.get("step")
+        if event == "start":
+            try:
+                found.starts.append(_START.validate_python(row))
+            except ValidationError:
+                continue
+            found.end, found.words, found.warning = "", "", ""
+        elif event == "save" and isinstance(step, int):
+            found.saves.append(step)
+        elif event == "warning":
+            found.warning = text
+        elif event in ("done", "stopped", "error"):
+            found.end, found.words = str(event), text
+    return found

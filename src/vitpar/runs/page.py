@@ -11,15 +11,13 @@ import numpy as np
 from vitpar.errors import UserError
 from vitpar.models import ModelConfig
 from vitpar.recipe import read_recipe
-from vitpar.runs.chart import AXES, SMOOTHING
-from vitpar.runs.charts import charts, percent
-from vitpar.runs.folder import RunRecord, recipe_differences, seed_groups
-from vitpar.runs.metrics import Column
+from vitpar.runs.charts import AXES, SMOOTHING, charts, percent
+from vitpar.runs.folder import RunRecord, seed_groups
 from vitpar.runs.pages.document import facts, switch, table, toggles
-from vitpar.runs.pages.figures import SERIES, series_colour
+from vitpar.runs.pages.figures import SERIES, series_colour, timeline
+from vitpar.runs.pages.maps import placement, rank_grid
 from vitpar.runs.pages.plotly import Charts, Key
-from vitpar.runs.pictures import config_of, plan_pictures
-from vitpar.runs.sheet import SHEET_STYLE
+from vitpar.runs.predictions import SHEET_STYLE
 from vitpar.strategy import Plan
 from vitpar.tasks.task import LOSS, Metric
 from vitpar.text import count, shown, size
@@ -32,6 +30,10 @@ MOST_SHOWN = 12
 """Maximum number of settings in which runs differ that are shown at once; the others are folded."""
 MOST_RESTARTS = 5
 """Number of the newest restarts that the summary names."""
+MOST_ACTIONS = 50_000
+"""Maximum number of actions of a pipeline that are replayed."""
+MOST_PLACES = 1 << 15
+"""Maximum number of ranks of a plan, times its stages or its distinct strategies, that are looked at."""
 DASHED = '<b class="k dash"></b>validation'
 """Key of lines of evaluations."""
 
@@ -80,6 +82,11 @@ def _results(run: RunRecord) -> dict[str, str]:
     """Return the facts about a run as HTML by name; empty ones are unknown."""
     metrics, start = run.metrics, run.events.starts[-1] if run.events.starts else None
     total = f" of {start.steps:,}" if start and start.steps != metrics.steps else ""
+    data, path = "", run.recipe.get("data.path")
+    if start is not None:
+        name = f"{shown(path)}: " if isinstance(path, str) else ""
+        sets = f"{start.train_samples:,} training and {start.val_samples:,} validation images"
+        data = f"{name}{sets}, {start.batch_size:,} a step"
     loss = run.last("loss")
     parts = [] if loss is None else [f"loss {loss:.4f}"]
     parts += [
@@ -87,6 +94,10 @@ def _results(run: RunRecord) -> dict[str, str]:
     ]
     train_loss, hours, rate = run.last("loss", "train"), run.last("hours", "train"), run.images_per_second
     memory, mfu = run.last("memory_bytes", "train"), run.last("mfu", "train")
+    peak, ranks = "" if memory is None else f"{size(memory)} at most on rank 0", metrics.memory
+    if memory is not None and len(ranks) > 1 and np.isfinite(ranks).all():
+        most, least = int(ranks.argmax()), int(ranks.argmin())
+        peak = f"at most {size(ranks[most])} on rank {most}, {size(ranks[least])} on rank {least}"
     wrong = int((metrics.train["skipped"] > 0).sum()), int((~np.isfinite(metrics.train["loss"])).sum())
     oddities = [f"{count(wrong[0], 'step')} skipped"] if wrong[0] else []
     oddities += [f"{count(wrong[1], 'step')} without a finite loss"] if wrong[1] else []
@@ -101,23 +112,15 @@ def _results(run: RunRecord) -> dict[str, str]:
         "training time": "" if hours is None else _duration(hours),
         "speed": "" if rate is None else f"{rate:,.{0 if rate >= 100 else 1}f} samples/s on average",
         "MFU": "" if mfu is None else percent(mfu),
-        "memory": "" if memory is None else _memory_words(memory, metrics.memory),
+        "memory": peak,
         "plan": f"<code>{escape(shown(run.plan_words))}</code>",
         "model": "" if start is None else f"{escape(shown(start.model))}, {start.parameters / 1e6:,.3g} M parameters",
-        "data": "" if start is None else escape(_data_words(run)),
+        "data": escape(data),
         "devices": escape(_devices(run)),
         "checkpoints": f"{len(run.events.saves):,} saved" if run.events.saves else "",
         "restarts": _restarts(run),
         "metrics": escape(", ".join(oddities)),
     }
-
-
-def _memory_words(first: float, ranks: Column) -> str:
-    """Return the peak memory of a run's ranks. first: that of rank 0, in bytes."""
-    if len(ranks) < 2 or not np.isfinite(ranks).all():
-        return f"{size(first)} at most on rank 0"
-    most, least = int(ranks.argmax()), int(ranks.argmin())
-    return f"at most {size(ranks[most])} on rank {most}, {size(ranks[least])} on rank {least}"
 
 
 def _best(run: RunRecord) -> dict[str, str]:
@@ -134,14 +137,6 @@ def _best(run: RunRecord) -> dict[str, str]:
 def _name(metric: Metric) -> str:
     """Return the name of a metric, which is not broken at hyphens."""
     return shown(metric.words).replace("-", HYPHEN)
-
-
-def _data_words(run: RunRecord) -> str:
-    start = run.events.starts[-1]
-    path = run.recipe.get("data.path")
-    name = f"{shown(path)}: " if isinstance(path, str) else ""
-    sets = f"{start.train_samples:,} training and {start.val_samples:,} validation images"
-    return f"{name}{sets}, {start.batch_size:,} a step"
 
 
 def _restarts(run: RunRecord) -> str:
@@ -197,11 +192,11 @@ def _plans(runs: Sequence[RunRecord], page: Charts) -> str:
     names: dict[tuple[Plan, ModelConfig | None], set[str]] = {}
     for run in runs:
         if run.plan is not None:
-            names.setdefault((run.plan, config_of(run.path)), set()).add(run.plan_words)
+            names.setdefault((run.plan, _config_of(run)), set()).add(run.plan_words)
     drawn = []
     for plan, words in names.items():
         named = ", ".join(f"<code>{escape(shown(one))}</code>" for one in sorted(words))
-        drawn.append((named, plan_pictures(*plan, page)))
+        drawn.append((named, _plan_pictures(*plan, page)))
     if len(drawn) == 1:
         return f"<h2>Plan</h2><p>{drawn[0][0]}</p>{drawn[0][1]}"
     folded = (
@@ -209,6 +204,52 @@ def _plans(runs: Sequence[RunRecord], page: Charts) -> str:
         for number, (words, pictures) in enumerate(drawn)
     )
     return f"<h2>Plans</h2>{''.join(folded)}" if drawn else ""
+
+
+def _plan_pictures(plan: Plan, config: ModelConfig | None, page: Charts) -> str:
+    """Return the HTML of a plan's pictures.
+
+    config: configuration of the model, for the map of layers; None leaves the map out.
+    page: page that the timeline is added to.
+    """
+    if plan.world_size == 1:
+        return "<p>Rank 0 holds the complete model and batch.</p>"
+    if plan.world_size * max(plan.num_stages, len(plan.distinct)) > MOST_PLACES:
+        return f"<p>The plan has {plan.world_size:,} ranks: too many to draw.</p>"
+    try:
+        drawn = placement(plan, config) or rank_grid(plan)
+        return drawn + (_pipeline(plan, page) if plan.pipeline_degree > 1 else "")
+    except UserError as error:  # a plan that was edited, or that does not fit the recipe
+        return f"<p>The plan cannot be drawn: {escape(str(error))}.</p>"
+
+
+def _pipeline(plan: Plan, page: Charts) -> str:
+    """Return the timeline of a plan's pipeline in theory.
+
+    It assumes equal stages, a backward twice as long as the forward, and free communication.
+    """
+    from vitpar.planner.cost.pipeline import ideal_events, idle_share
+    from vitpar.planner.report.timeline import spans_of
+    from vitpar.strategy.pipeline_orders import action_order
+
+    batches = plan.microbatches or 1
+    if 3 * batches * plan.num_stages > MOST_ACTIONS:
+        return f"<p>A step has {batches:,} micro-batches in {plan.num_stages:,} stages: too many to draw.</p>"
+    events = ideal_events(action_order(plan, batches), plan.num_stages)
+    note = (
+        f"{plan.schedule}, {batches:,} micro-batches, in theory {idle_share(plan, batches) * 100:.1f} % of the time "
+        "idle: equal stages, a backward twice as long as the forward (1 unit), free communication."
+    )
+    return page.add(timeline("Pipeline of a step", spans_of(events), events[-1].end, unit="", note=note))
+
+
+def _config_of(run: RunRecord) -> ModelConfig | None:
+    """Return the configuration of a run's model; None for a model of the user's own, or a damaged recipe."""
+    try:
+        # The number of classes changes neither layers nor ranks.
+        return read_recipe(run.path / "recipe.toml").config(num_classes=1000)
+    except (UserError, OSError):
+        return None
 
 
 def _settings(run: RunRecord) -> str:
@@ -226,8 +267,13 @@ def _settings(run: RunRecord) -> str:
 
 def _differences(runs: Sequence[RunRecord]) -> str:
     """Return the table of settings in which the recipes differ."""
-    differences = recipe_differences(list(runs))
-    rows = [[f"<code>{escape(shown(key))}</code>", *map(escape, values)] for key, values in differences.items()]
+    keys = dict.fromkeys(key for run in runs for key in run.recipe)
+    settings = {key: [shown(run.recipe.get(key, "not set")) for run in runs] for key in keys}
+    rows = [
+        [f"<code>{escape(shown(key))}</code>", *map(escape, values)]
+        for key, values in settings.items()
+        if len(set(values)) > 1
+    ]
     heads = ["setting", *(_key(number, run) for number, run in enumerate(runs))]
     more = rows[MOST_SHOWN:]
     folded = f"<details><summary>{count(len(more), 'setting')} more</summary>{table(heads, more)}</details>"

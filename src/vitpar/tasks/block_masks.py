@@ -39,8 +39,7 @@ def block_masks(
     places = GLOBAL * len(keys)
     numbers = np.tile(np.arange(GLOBAL), len(keys))
     order = np.argsort(hash_numbers(_WHICH, np.repeat(keys, GLOBAL), numbers), kind="stable")
-    rank = np.empty(places, np.int64)
-    rank[order] = np.arange(places)
+    rank = np.argsort(order)
     masked = int(places * probability)
     shares = np.linspace(*ratios, masked + 1)[1:]
     masks = np.zeros((len(keys), GLOBAL, side * side), bool)

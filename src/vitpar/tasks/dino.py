@@ -55,8 +55,6 @@ class DINO(Task):
         Metric("knn", "kNN", share=True),
         Metric("feature_std", "deviation of features"),
     )
-    EVALUATES: ClassVar[bool] = False
-    STREAMS: ClassVar[bool] = False
     AVERAGES: ClassVar[bool] = True
 
     prototypes: int = 65_536
@@ -187,10 +185,6 @@ class DINO(Task):
             "rate_backbone": backbone,
             "rate_patch_embed": lambda step: self.patch_embed_rate * backbone(step),
         }
-
-    def count(self, targets: Tensor, batch: int) -> int:
-        """Return the number of images."""
-        return batch
 
     def total(self, outputs: Tensor, targets: Tensor, part: VocabularyPart | None = None) -> Tensor:
         """Return the sum of the losses of all images, 0-dim. part: of the prototypes that `outputs` are of."""

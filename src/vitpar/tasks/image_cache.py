@@ -15,7 +15,7 @@ from vitpar.errors import DataError
 from vitpar.launch.local_ranks import LocalRanks, available_memory
 from vitpar.launch.world_group import all_gather_json
 from vitpar.recipe import Recipe
-from vitpar.tasks.image_data import held_shapes
+from vitpar.tasks.data import held_shapes
 from vitpar.text import size
 
 SHARE = 0.5
@@ -118,10 +118,7 @@ def _shared(
 
 
 def _limit(recipe: Recipe, local: LocalRanks) -> int:
-    """Return the most bytes of this rank's cache.
-
-    Raises DataError if they are too few.
-    """
+    """Return the most bytes of this rank's cache. Raises DataError if they are too few."""
     available, wanted = available_memory(), recipe.data.cache_gb
     if wanted is None and available is None:
         raise DataError("this system does not say how much memory is available: set data.cache_gb")

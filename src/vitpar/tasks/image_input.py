@@ -12,21 +12,19 @@ from vitpar.data.image_files import NotedImages
 from vitpar.data.loader import Batch, EvalLoader, KeptImages, Loader, LoaderSettings, Skipped, TrainLoader
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.loader import StreamLoader
-from vitpar.data.stream.stream_set import StreamPart, StreamSet
+from vitpar.data.stream.stream_set import ImageSet, StreamPart, StreamSet
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import TrainTransform
-from vitpar.errors import ModelError
-from vitpar.launch.local_ranks import local_ranks
+from vitpar.errors import DataError, ModelError
 from vitpar.launch.world_group import all_gather_json, all_reduce_
 from vitpar.models import IGNORED
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import ParallelModel
 from vitpar.recipe import Recipe
 from vitpar.strategy.stages import images_are_at_outputs, takes_all_of
-from vitpar.tasks.decoding_threads import are_small, decoding_threads
+from vitpar.tasks.data import are_small, decoding_threads, mixing, order_of, transforms
 from vitpar.tasks.image_cache import hold_images, make_cache
-from vitpar.tasks.image_data import ImageSet, mixing, order_of, transforms
-from vitpar.tasks.input import EvalInput, Input
+from vitpar.tasks.input import Input
 from vitpar.tasks.task import StepInput, Task
 from vitpar.text import count
 
@@ -45,7 +43,7 @@ def local_targets(task: Task, config: ModelConfig, images: Tensor, labels: Tenso
 
 
 class ImageInput(Input):
-    """Input of images for one rank of `model`, as ``vitpar.tasks.input.Input`` describes it.
+    """Input of images for one rank of `model`.
 
     Only ranks that hold embed decode images; those that take the same images share the work. All ranks read the
     labels of packed data from the index. Labels of a stream are known where its images are decoded, and sent to all.
@@ -66,9 +64,7 @@ class ImageInput(Input):
                 f"{model.config.name} takes images of {count(model.config.channels, 'channel')}, but images are "
                 f"decoded to {CHANNELS}, grey ones too: give the model {CHANNELS} channels"
             )
-        self._recipe, self._model, self.task = recipe, model, task
-        self.local = local_ranks()
-        self.small_samples = False
+        super().__init__(recipe, model, task)
         self.workers = self._threads()
         self._kept: dict[tuple[object, str], KeptImages] = {}
         """Images in memory by data set and use, `train` or `eval`."""
@@ -77,7 +73,6 @@ class ImageInput(Input):
         self.normalize = replace(normalize, compiled=model.execution.compile)
         self._mix = mixing(recipe)
         self._decoder: DeviceDecoder | None = None
-        self._copies = torch.cuda.Stream(model.device) if model.device.type == "cuda" else None
         self._rows = model.image_rows(model.batch_size) if model.takes_images else []
         self._outputs = model.output_rows(model.batch_size) if task.IMAGE_TARGETS and model.gives_outputs else []
         self._teacher = teacher
@@ -139,7 +134,11 @@ class ImageInput(Input):
         settings |= {"sizes": sizes, "decoder": self._decoder}
         if isinstance(images, StreamSet):
             part, parts = self._part()
-            images.refuse_few(parts)
+            if len(images.shards) < parts:
+                raise DataError(
+                    f"'{images.place}' has {count(len(images.shards), 'shard')} for the {parts} ranks that decode "
+                    "images, and each needs its own: write more and smaller shards, or decode on fewer ranks with pp"
+                )
             assert not isinstance(self._train, list), "tasks of several crops refuse streams"
             return StreamLoader(images, self._train, seed=self._recipe.train.seed, part=part, start=start, **settings)
         return TrainLoader(images, self._train, order=order_of(self._recipe, len(images)), start=start, **settings)
@@ -217,13 +216,18 @@ class ImageInput(Input):
         taught = images if self._taught is None else images[self._taught]
         return taken if self._model.takes_images else None, None if self._teacher is None else taught
 
-    def eval_step(self, batch: Batch) -> EvalInput | None:
-        labels = self._evaluated(batch)
-        if labels is None:
-            return None
+    def eval_step(self, batch: Batch) -> tuple[StepInput, Tensor] | None:
+        if batch.whole:
+            labels = self.labels(batch)
+        else:
+            has_more = torch.tensor([0 if batch.ended else 1])
+            combined = self._together(self.to_device(torch.cat([batch.labels, has_more])))
+            if not combined[-1].item():
+                return None
+            labels = combined[:-1]
         if self.task.IMAGE_TARGETS:
-            return EvalInput(*self._images_and_targets(batch, labels, torch.zeros_like(labels)), labels)
-        return EvalInput(self.images(batch), self.task.counted_targets(labels), labels)
+            return StepInput(*self._images_and_targets(batch, labels, torch.zeros_like(labels))), labels
+        return StepInput(self.images(batch), self.task.counted_targets(labels)), labels
 
     def _images_and_targets(self, batch: Batch, labels: Tensor, keys: Tensor) -> tuple[Tensor | None, Tensor]:
         """Return this rank's images, None where the model takes none, and the targets of its outputs."""
@@ -266,25 +270,6 @@ class ImageInput(Input):
         if self._recipe.data.bad_sample == "skip":
             all_reduce_(labels, dist.ReduceOp.MIN)  # IGNORED is less than any label
         return labels
-
-    def _evaluated(self, batch: Batch) -> Tensor | None:
-        """Return `labels` of an evaluation batch; None when no rank has images left."""
-        if batch.whole:
-            return self.labels(batch)
-        has_more = torch.tensor([0 if batch.ended else 1])
-        combined = self._together(self.to_device(torch.cat([batch.labels, has_more])))
-        return combined[:-1] if combined[-1].item() else None
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` on the device. On a GPU the copy overlaps with computation that was queued before."""
-        if self._copies is None or tensor.is_cuda:
-            return tensor
-        pinned, computing = tensor.pin_memory(), torch.cuda.current_stream()  # no copy of a pinned tensor
-        with torch.cuda.stream(self._copies):
-            sent = pinned.to(self._model.device, non_blocking=True)
-        computing.wait_stream(self._copies)
-        sent.record_stream(computing)
-        return sent
 
     def _labels_and_keys(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the labels and keys of the global batch, on the device."""

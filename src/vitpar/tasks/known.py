@@ -13,14 +13,12 @@ from vitpar.tasks.classify import Classify
 from vitpar.tasks.dino import DINO
 from vitpar.tasks.distill import Distill
 from vitpar.tasks.mae import MAE
-from vitpar.tasks.mlm import MaskedLanguage
-from vitpar.tasks.span import SpanCorruption
 from vitpar.tasks.task import LabelSet, Task
-from vitpar.tasks.text import TextFacts, TextTask
+from vitpar.tasks.text import MaskedLanguage, SpanCorruption, TextFacts, TextTask
 from vitpar.text import nearest, shown
 
 if TYPE_CHECKING:
-    from vitpar.data.classes import NamedClasses
+    from vitpar.data.stream.stream_set import ImageSet
     from vitpar.models.config import ModelConfig
     from vitpar.recipe import Recipe
 
@@ -62,7 +60,7 @@ def task_class(recipe: Recipe) -> type[Task]:
     return task
 
 
-def task_of(recipe: Recipe, data: NamedClasses | LabelSet | int) -> Task:
+def task_of(recipe: Recipe, data: ImageSet | LabelSet | int) -> Task:
     """Return the task of a recipe.
 
     data: data set, or its labels; or without one the number of the model's outputs, such as classes.
@@ -95,7 +93,14 @@ def task_of(recipe: Recipe, data: NamedClasses | LabelSet | int) -> Task:
         if (alpha := getattr(recipe.augment, mixing)) and not task.MIXES:
             raise RecipeError(f"augment.{mixing} is {alpha}, but task '{name}' does not mix images: set it to 0")
     if issubclass(task, TextTask):
-        options["text"] = _facts(data, bool(options.get("whole_words")))
+        from vitpar.data.text.text_set import TextSet
+
+        if isinstance(data, int):
+            options["text"] = TextFacts.synthetic(data)
+        else:
+            assert isinstance(data, TextSet), "a task of text opens text"
+            words = data.tokenizer.words if options.get("whole_words") else None
+            options["text"] = TextFacts(data.vocab_size, data.tokens, data.specials, words)
     else:
         labels = LabelSet(data) if isinstance(data, int) else data
         options["labels"] = labels if isinstance(labels, LabelSet) else LabelSet.of(labels)
@@ -103,15 +108,6 @@ def task_of(recipe: Recipe, data: NamedClasses | LabelSet | int) -> Task:
         return task(**options)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"task '{name}' cannot be made: {shown(error)}: correct its options") from None
-
-
-def _facts(data: NamedClasses | LabelSet | int, words: bool) -> TextFacts:
-    from vitpar.data.text.text_set import TextSet
-
-    if isinstance(data, int):
-        return TextFacts.synthetic(data)
-    assert isinstance(data, TextSet), "a task of text opens text"
-    return TextFacts.of(data, words)
 
 
 def _refuse_other_model(task: type[Task], model: str) -> None:

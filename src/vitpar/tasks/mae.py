@@ -64,10 +64,6 @@ class MAE(Task):
         whole, h = "b (h w) (p q c) -> b c (h p) (w q)", images.shape[2] // p
         return {name: rearrange(picture, whole, h=h, p=p, q=p) for name, picture in made.items()}
 
-    def count(self, targets: Tensor, batch: int) -> int:
-        """Return the number of samples: each has equally many masked patches."""
-        return batch
-
     def total(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sum over samples of the mean squared error of all pixels of masked patches, 0-dim."""
         return self._errors(outputs, targets).sum()

@@ -16,7 +16,8 @@ from vitpar.models.config import IGNORED
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vitpar.data.classes import ClassMatch, NamedClasses
+    from vitpar.data.classes import ClassMatch
+    from vitpar.data.stream.stream_set import ImageSet
     from vitpar.models.config import ModelConfig
     from vitpar.recipe.rates.shapes import RunLengths
     from vitpar.strategy import Plan
@@ -81,7 +82,7 @@ class LabelSet:
     """Their names, by number; None if they have none."""
 
     @classmethod
-    def of(cls, data: NamedClasses) -> LabelSet:
+    def of(cls, data: ImageSet) -> LabelSet:
         """Return the labels of a data set."""
         return cls(data.num_classes, next(iter(data.names_of_classes), None))
 
@@ -122,13 +123,9 @@ class Task:
     """Metrics of training steps besides the loss, which `measure` returns."""
     PREDICTS: ClassVar[bool] = True
     """Whether `predict` says something about each sample."""
-    EVALUATES: ClassVar[bool] = True
-    """Whether models are evaluated by the loss and METRICS of their outputs. Otherwise a training evaluates what its
-    teacher makes of labelled images, if there are any."""
-    STREAMS: ClassVar[bool] = True
-    """Whether a training can read streams."""
     AVERAGES: ClassVar[bool] = False
-    """Whether the average of the parameters is the teacher (`teacher_config`), so that a training needs one."""
+    """Whether the average of the parameters is the teacher (`teacher_config`), so that a training needs one. It reads
+    no streams, and evaluates what the teacher makes of labelled images, if there are any, in place of the outputs."""
     IMAGE_TARGETS: ClassVar[bool] = False
     """Whether `local_targets` makes targets of images and keys, under LOCAL_TARGETS."""
     PICTURES: ClassVar[str] = ""
@@ -250,10 +247,7 @@ class Task:
         return self.local_targets(images, keys, config)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each sample, [batch].
-
-        outputs: [batch, outputs], float32 or float64.
-        """
+        """Return the loss of each sample, [batch]. outputs: [batch, outputs], float32 or float64."""
         raise NotImplementedError
 
     def figures(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Tensor]:
@@ -344,7 +338,7 @@ class Task:
         names = (LOSS.name, *(metric.name for metric in self.METRICS))
         return {name: total / number for name, total in zip(names, totals, strict=True)}
 
-    def match(self, names: Sequence[str] | None, data: NamedClasses) -> ClassMatch:
+    def match(self, names: Sequence[str] | None, data: ImageSet) -> ClassMatch:
         """Return how the outputs of a model relate to the labels of data (``vitpar.data.classes``).
 
         names: of the outputs; None if they have none.

@@ -1,4 +1,4 @@
-"""Base of the tasks of text: the loss and accuracy of predicted tokens."""
+"""Tasks of text: masked tokens as in BERT (arXiv:1810.04805), and removed spans as in T5 (arXiv:1910.10683)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
+import numpy as np
+
+from vitpar.data.shards.manifest import Specials
+from vitpar.data.text.masking import mlm, shift_right, span_lengths, spans
 from vitpar.errors import RecipeError
 from vitpar.models.config import IGNORED
 from vitpar.tasks.task import LOSS, Metric, StepInput, Task
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vitpar.data.text.section import Specials
-    from vitpar.data.text.text_set import TextSet
     from vitpar.data.text.tokenizer import WordTable
     from vitpar.models.config import ModelConfig
     from vitpar.parallel.vocabulary import VocabularyPart
@@ -40,18 +41,11 @@ class TextFacts:
     """Places where words begin, for masking of whole words; None if they are not needed."""
 
     @classmethod
-    def of(cls, text: TextSet, words: bool) -> TextFacts:
-        """Return the facts about a data set. words: whether words are needed."""
-        return cls(text.vocab_size, text.tokens, text.specials, text.tokenizer.words if words else None)
-
-    @classmethod
     def synthetic(cls, vocab_size: int) -> TextFacts:
         """Return facts about text without data, for checks and benchmarks.
 
         Raises RecipeError for a vocabulary that is too small for special tokens.
         """
-        from vitpar.data.text.section import Specials
-
         if vocab_size < 16:
             raise RecipeError(f"a vocabulary of {vocab_size} tokens is too small: use at least 16")
         sentinels = tuple(range(vocab_size - vocab_size // 4, vocab_size))
@@ -91,11 +85,6 @@ class TextTask(Task):
     def outputs(self) -> int:
         return self.text.vocab_size
 
-    @property
-    @abstractmethod
-    def model_options(self) -> Mapping[str, Any]:
-        """Fields of the model that follow from the data unless the recipe sets them."""
-
     @abstractmethod
     def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> MaskedBatch:
         """Return the inputs and targets of a batch.
@@ -107,7 +96,6 @@ class TextTask(Task):
 
     def given(self, prepared: MaskedBatch, config: ModelConfig) -> StepInput:
         """Return a prepared batch as tensors for all ranks, without keys, padded to the sizes of the model."""
-        import numpy as np
         import torch
 
         (tokens,), targets, padding = config.input.shape, config.output_shape[0], self.text.specials.padding
@@ -194,6 +182,85 @@ class TextTask(Task):
 
 def _padded(ids: NDArray[np.int64], tokens: int, padding: int) -> NDArray[np.int64]:
     """Return ids [batch, tokens], with `padding` after the given ones."""
-    import numpy as np
-
     return np.pad(ids, ((0, 0), (0, tokens - ids.shape[1])), constant_values=padding)
+
+
+@dataclass(frozen=True)
+class MaskedLanguage(TextTask):
+    """Prediction of masked tokens: 15 % of each sequence, of which 80 % are masked, 10 % replaced, 10 % kept."""
+
+    NAME: ClassVar[str] = "mlm"
+    MODELS: ClassVar[str] = "bert_base"
+
+    rate: float = 0.15
+    """Part of the tokens to predict."""
+    whole_words: bool = False
+    """Whether all tokens of a word are masked together."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < 1:
+            raise ValueError(f"rate is {self.rate}, which is not between 0 and 1")
+
+    @property
+    def _before(self) -> int:
+        """Special tokens before a sequence."""
+        return int(self.text.specials.cls is not None)
+
+    @property
+    def model_options(self) -> Mapping[str, Any]:
+        after = int(self.text.specials.end is not None)
+        return {"vocab_size": self.text.vocab_size, "tokens": self.text.tokens + self._before + after}
+
+    def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> MaskedBatch:
+        """Return sequences between [CLS] and [SEP], with masked tokens."""
+        specials, before = self.text.specials, self._before
+        inputs = np.full((len(ids), self.model_options["tokens"]), specials.padding, np.int64)
+        inputs[:, before : before + ids.shape[1]] = ids
+        rows, whole = np.flatnonzero(lengths), lengths.copy()
+        if specials.cls is not None:
+            inputs[rows, 0] = specials.cls
+            whole[rows] += 1
+        if specials.end is not None:
+            inputs[rows, whole[rows]] = specials.end
+            whole[rows] += 1
+        words = self.text.words.words(inputs) if self.whole_words and self.text.words is not None else None
+        masked, targets = mlm(inputs, whole, keys, specials, self.text.vocab_size, self.rate, words)
+        return MaskedBatch(masked, whole, targets, {})
+
+
+@dataclass(frozen=True)
+class SpanCorruption(TextTask):
+    """Prediction of removed spans: 15 % of each sequence, in spans of 3 tokens on average."""
+
+    NAME: ClassVar[str] = "span"
+    MODELS: ClassVar[str] = "t5_small"
+
+    rate: float = 0.15
+    """Part of the tokens to remove."""
+    mean_length: float = 3.0
+    """Mean length of a span, in tokens."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate < 1:
+            raise ValueError(f"rate is {self.rate}, which is not between 0 and 1")
+        if self.mean_length < 1:
+            raise ValueError(f"mean_length is {self.mean_length}, which is below 1")
+
+    @property
+    def model_options(self) -> Mapping[str, Any]:
+        inputs, targets = span_lengths(self.text.tokens, self.rate, self.mean_length)
+        return {"vocab_size": self.text.vocab_size, "tokens": inputs, "decoder_tokens": targets}
+
+    def refuse_model(self, config: ModelConfig) -> None:
+        super().refuse_model(config)
+        if "decoder_input_ids" not in config.side_inputs:
+            raise RecipeError(
+                f"task '{self.NAME}' needs a decoder, which {config.name} does not have: name a model such as --model "
+                f"{self.MODELS}, or use --task mlm"
+            )
+
+    def prepare(self, ids: NDArray[np.int64], lengths: NDArray[np.int64], keys: NDArray[np.int64]) -> MaskedBatch:
+        """Return texts with sentinels for their missing spans; the decoder's inputs are the targets, shifted."""
+        corrupted = spans(ids, lengths, keys, self.text.specials, self.rate, self.mean_length)
+        sides = {"decoder_input_ids": shift_right(corrupted.targets, self.text.specials)}
+        return MaskedBatch(corrupted.inputs, corrupted.lengths, corrupted.targets, sides)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from vitpar.data.classes import NamedClasses
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.errors import RecipeError
 from vitpar.launch.world_group import all_gather_json
 from vitpar.recipe import Recipe
@@ -28,7 +28,7 @@ LOCAL = ("data.path", "data.workers", "model.weights", "distill.teacher")
 def refuse_disagreement(
     recipe: Recipe,
     plan: Plan,
-    data: Mapping[str, NamedClasses | None],
+    data: Mapping[str, ImageSet | None],
     others: Mapping[str, str | None],
 ) -> None:
     """Raise RecipeError on all ranks, with the name and values of what differs, unless all would compute the same.

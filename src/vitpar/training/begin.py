@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vitpar.checkpoint.folder import Checkpoint
 from vitpar.checkpoint.index import INDEX
-from vitpar.data.classes import NamedClasses
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.errors import ModelError, RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import MadeTensor
@@ -115,7 +115,7 @@ def _made(tensors: Mapping[str, MadeTensor], read: Callable[[str], Tensor]) -> C
     return lambda name: tensors[name].make(*map(read, tensors[name].names)) if name in tensors else read(name)
 
 
-def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: NamedClasses) -> Beginning:
+def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: ImageSet) -> Beginning:
     """Return how the run starts from the recipe's initial weights.
 
     config: configuration of the run.
@@ -167,7 +167,7 @@ def begin_adapters(model: ParallelModel, recipe: Recipe, ema: EMA | None = None)
 
 
 @torch.no_grad()
-def begin(model: ParallelModel, recipe: Recipe, task: Task, data: NamedClasses, ema: EMA | None = None) -> str:
+def begin(model: ParallelModel, recipe: Recipe, task: Task, data: ImageSet, ema: EMA | None = None) -> str:
     """Fill `model` and its averages from the recipe's weights, and return a message for the user. Collective.
 
     model: has its initial values, which parameters without weights keep.

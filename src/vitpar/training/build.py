@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from vitpar.data.classes import NamedClasses
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import Communication, ParallelModel
 from vitpar.parallel.attention import AttentionChoice, choose_attention
@@ -22,11 +22,11 @@ from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
 from vitpar.tasks import Task, task_of
+from vitpar.tasks.dino import DINO
 from vitpar.tasks.input import Input
 from vitpar.tasks.inputs import build_input
 from vitpar.tasks.probe import refuse_wrong_task
-from vitpar.tasks.self_teacher import own_teacher
-from vitpar.tasks.teacher import Teacher
+from vitpar.tasks.teacher import SelfTeacher, Teacher
 from vitpar.training.agreement import refuse_disagreement
 from vitpar.training.faults.non_finite import NonFinite
 from vitpar.training.optim.average import EMA
@@ -129,7 +129,7 @@ def build(
     plan: Plan,
     device: torch.device,
     task: Task | None = None,
-    data: Mapping[str, NamedClasses | None] | None = None,
+    data: Mapping[str, ImageSet | None] | None = None,
     others: Mapping[str, str | None] | None = None,
 ) -> TrainingComponents:
     """Build the components of `recipe`, with initial values. Collective.
@@ -162,7 +162,7 @@ def build(
     setup = teacher_of(recipe, config, plan, (data or {}).get(TRAINING_DATA))
     frozen = None if setup is None else FrozenTeacher(setup, executed, task, device)
     model = parallelize_checked(config, plan, executed, device, task)
-    teacher = frozen or own_teacher(model, task)
+    teacher = frozen or (SelfTeacher(model, task) if isinstance(task, DINO) else None)
     implementation = choose_implementation(recipe.optimizer, train.precision, device)
     optimizer = ShardedOptimizer(
         model.named_parameters(),

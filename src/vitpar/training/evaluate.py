@@ -9,13 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vitpar.data.loader import Skipped
-from vitpar.data.stream.stream_set import StreamSet
+from vitpar.data.stream.stream_set import ImageSet, StreamSet
 from vitpar.errors import DataError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models import IGNORED
 from vitpar.parallel import ParallelModel
 from vitpar.tasks import Task
-from vitpar.tasks.image_data import ImageSet
 from vitpar.tasks.input import Input
 from vitpar.text import count
 
@@ -89,10 +88,11 @@ def evaluate(
     with closing(iter(loader)) as batches:
         progress(0)
         for number, batch in enumerate(batches, start=1):
-            if (given := source.eval_step(batch)) is None:
+            if (taken := source.eval_step(batch)) is None:
                 break
-            samples += (given.labels != IGNORED).sum()
-            outputs = model.predict(given.images, len(given.labels), **given.sides)
+            given, labels = taken
+            samples += (labels != IGNORED).sum()
+            outputs = model.predict(given.images, len(labels), **given.sides)
             mine = None
             if model.first_of_outputs or model.vocabulary is not None:
                 assert outputs is not None
@@ -107,7 +107,7 @@ def evaluate(
                 mine = complete if model.first_of_outputs else None
             if predicted is not None:
                 first = (number - 1) * model.batch_size
-                predictions = _predictions(task, mine, rows, given.labels, first)
+                predictions = _predictions(task, mine, rows, labels, first)
                 if dist.get_rank() == 0:
                     predicted(predictions)
             progress(min(number * model.batch_size, len(images)))

@@ -60,7 +60,7 @@ class RunHeader:
     """Settings of a resumed run that differ from those before, in words."""
 
     def facts(self, done: int) -> Row:
-        """Return the row of metrics.jsonl about the start (``vitpar.runs.events.RunStart``). done: steps before it."""
+        """Return the row of metrics.jsonl about the start (``vitpar.runs.metrics.RunStart``). done: steps before it."""
         names = ("parameters", "device", "train_samples", "val_samples", "steps", "changed")
         return {
             "step": done,

@@ -165,15 +165,16 @@ def pictures(
     task = source.task
     with closing(iter(source.eval_batches(images))) as batches:
         for number, batch in enumerate(batches, start=1):
-            given = source.eval_step(batch)
-            assert given is not None and isinstance(batch.images, Tensor), "the host has decoded all images"
+            taken = source.eval_step(batch)
+            assert taken is not None and isinstance(batch.images, Tensor), "the host has decoded all images"
+            given, labels = taken
             outputs = model.predict(given.images, model.batch_size, **given.sides)
             assert outputs is not None
             outputs, pixels = outputs.double(), batch.images.to(model.device)
             normalised = source.normalize(pixels, torch.float64)
-            drawn = task.pictures(outputs, normalised, torch.zeros_like(given.labels), model.config)
+            drawn = task.pictures(outputs, normalised, torch.zeros_like(labels), model.config)
             shown = {name: source.normalize.pixels(picture).cpu() for name, picture in drawn.items()}
-            for row in (given.labels != IGNORED).nonzero().flatten().tolist():
+            for row in (labels != IGNORED).nonzero().flatten().tolist():
                 loss = task.result(task.sums(outputs[row : row + 1], given.targets[row : row + 1]))[LOSS.name]
                 one = {name: picture[row] for name, picture in shown.items()}
                 yield Pictures(loss, {"original": batch.images[row], **one})

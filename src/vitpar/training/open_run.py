@@ -62,7 +62,7 @@ class OpenRun:
         self.prepared, self.device = prepared, device
         self.recipe, self.plan, self.config, self.task = prepared.recipe, prepared.plan, prepared.config, prepared.task
         self.train_set, self.val_set = prepared.train_set, prepared.val_set
-        if not self.task.EVALUATES and self.train_set.num_classes < 2:
+        if self.task.AVERAGES and self.train_set.num_classes < 2:
             self.val_set = None  # without labels
         self.shown, self.watchdog, self.rank = reporter, watchdog or Watchdog(), dist.get_rank()
         schedules = Schedules.of(self.recipe, len(self.train_set), self.config)

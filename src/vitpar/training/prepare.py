@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vitpar.checkpoint.folder import Checkpoint
 from vitpar.copying import refuse_used
-from vitpar.data.classes import NamedClasses
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
@@ -30,8 +30,7 @@ from vitpar.recipe.sections.running import AUTO
 from vitpar.recipe.trackers import refuse_missing
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
-from vitpar.tasks.data import open_data
-from vitpar.tasks.image_data import ImageSet, check_images, refuse_streamed_targets
+from vitpar.tasks.data import check_images, open_data, refuse_streamed_targets
 from vitpar.tasks.known import model_for
 from vitpar.training.events import SettingsOrigin
 from vitpar.training.ranks import choose_plan
@@ -214,9 +213,7 @@ def _with_teacher(recipe: Recipe, fetch: Callable[[Path], Path]) -> Recipe:
     return recipe.model_copy(update={"distill": recipe.distill.model_copy(update={"teacher": str(folder)})})
 
 
-def refuse_misfits(
-    task: Task | None, recipe: Recipe, config: ModelConfig, plan: Plan, data: NamedClasses | None
-) -> None:
+def refuse_misfits(task: Task | None, recipe: Recipe, config: ModelConfig, plan: Plan, data: ImageSet | None) -> None:
     """Raise UserError for a task or a teacher (``vitpar.training.teacher.teacher_of``) that the plan does not fit.
 
     task: None if it is not known.

@@ -115,7 +115,7 @@ class RunFolder:
         after: step after which the run resumes, 0 for a new run. Later rows of metrics.jsonl are dropped, since the run
         repeats those steps.
         kernels: kernels that the run computes with, for env.json.
-        start: facts about the start (``vitpar.runs.events.RunStart``).
+        start: facts about the start (``vitpar.runs.metrics.RunStart``).
         """
         described = {"metrics": [asdict(metric) for metric in task.METRICS]}
         commands = [*self._commands(after), [after, list(command)]]

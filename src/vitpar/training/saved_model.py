@@ -28,9 +28,9 @@ from vitpar.training.saving.resume import weights_folder
 if TYPE_CHECKING:
     import torch
 
+    from vitpar.data.stream.stream_set import ImageSet
     from vitpar.models import ModelConfig
     from vitpar.parallel import ParallelModel
-    from vitpar.tasks.image_data import ImageSet
     from vitpar.tasks.image_input import ImageInput
 
 AT_ONCE = 64
@@ -119,7 +119,7 @@ class SavedModel:
 
         Raises LaunchError, RecipeError and StrategyError for settings that do not fit device, ranks, model or batch.
         """
-        from vitpar.tasks.image_data import refuse_streamed_targets, transforms
+        from vitpar.tasks.data import refuse_streamed_targets, transforms
 
         device_type = choose_device(device)
         recipe = on_device(self.recipe, device_type)

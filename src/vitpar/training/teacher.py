@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vitpar.data.classes import ClassMatch, NamedClasses, match_classes
+from vitpar.data.classes import ClassMatch, match_classes
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.errors import DataError, RecipeError, StrategyError
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
@@ -49,9 +50,7 @@ class TeacherSetup:
     """Output of the teacher for each class of the data; None to keep their order."""
 
 
-def teacher_of(
-    recipe: Recipe, config: ModelConfig, plan: Plan, data: NamedClasses | None = None
-) -> TeacherSetup | None:
+def teacher_of(recipe: Recipe, config: ModelConfig, plan: Plan, data: ImageSet | None = None) -> TeacherSetup | None:
     """Return the teacher of a recipe; None if it has none.
 
     config: configuration of the student.
@@ -130,9 +129,7 @@ def _refuse_other_input(recipe: Recipe, config: ModelConfig, folder: Path, teach
         )
 
 
-def _outputs(
-    config: ModelConfig, folder: Path, teacher: ModelConfig, data: NamedClasses | None
-) -> tuple[int, ...] | None:
+def _outputs(config: ModelConfig, folder: Path, teacher: ModelConfig, data: ImageSet | None) -> tuple[int, ...] | None:
     """Return the teacher's output for each class of the student; None for the same order.
 
     Raises RecipeError if the teacher has other classes.

@@ -8,9 +8,9 @@ from typing import Any
 from vitpar.copying import upload_end
 from vitpar.data.loader import Batch
 from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
 from vitpar.recipe.machine import large_batch_warning
-from vitpar.tasks.image_data import ImageSet
 from vitpar.tasks.image_input import ImageInput
 from vitpar.training.due import Agenda, Due
 from vitpar.training.evaluate import Evaluation, evaluate
@@ -94,7 +94,7 @@ class Trainer(OpenRun):
                 if due.evaluation or due.checkpoint:
                     log.resume_clock()
                 self.watchdog.beat(WAITING, number + 1)
-        if warning := self.input.warning(loader):
+        if warning := self.input.skipped(loader).words:
             self.note(f"training: {warning}")
         return last, False
 
@@ -144,7 +144,7 @@ class Trainer(OpenRun):
             self.watchdog.beat(EVALUATING, self.done)
             self.reporter.evaluating(done, len(images))
 
-        if not self.task.EVALUATES:
+        if self.task.AVERAGES:
             assert self.teacher is not None, "its features are evaluated"
             assert isinstance(images, ShardSet) and isinstance(self.train_set, ShardSet), "streams are refused"
             assert isinstance(self.input, ImageInput), "the task reads images"

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 from vitpar.checkpoint.index import CLASSES, RECIPE, first_line
 from vitpar.data.classes import check_class_names
-from vitpar.data.transforms.names import PILLOW_KERNELS, CropMode
+from vitpar.data.transforms import PILLOW_KERNELS, CropMode
 from vitpar.errors import DataError
 from vitpar.io import read_json, read_text
 from vitpar.limits import MAX_MEASURE, MAX_TOML_BYTES

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from vitpar.data.shards.manifest import Specials
 from vitpar.data.text.masking import mlm, shift_right, span_lengths, spans
-from vitpar.data.text.section import Specials
 from vitpar.errors import DataError
 
 VOCABULARY = 200

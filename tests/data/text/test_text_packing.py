@@ -19,7 +19,8 @@ from vitpar.data.shards.pack import pack
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.shards.verify import verify
 from vitpar.data.survey import survey
-from vitpar.data.text import sources, token_file
+from vitpar.data.text import pack as text_pack
+from vitpar.data.text import sources
 from vitpar.data.text.pack import pack_text
 from vitpar.data.text.sources import open_text
 from vitpar.data.text.text_set import TextSet
@@ -133,7 +134,7 @@ def test_long_documents_are_tokenised_in_pieces_that_end_with_lines(tmp_path, mo
     whole = write_tokenizer(tmp_path / "tokenizer.json", "gpt").encode(text).ids
     (tmp_path / "corpus.txt").write_text(text)
     monkeypatch.setattr(sources, "_PIECE", 200)
-    monkeypatch.setattr(token_file, "_TEXTS", 3)
+    monkeypatch.setattr(text_pack, "_TEXTS", 3)
     assert len([*open_text(tmp_path / "corpus.txt").pieces("train")]) > 20
     options: dict[str, Any] = {"tokenizer": str(tmp_path / "tokenizer.json"), "val_fraction": 0}
     pack_text(tmp_path / "corpus.txt", tmp_path / "packed", 1 << 20, **options)
@@ -157,7 +158,7 @@ def test_splits_are_those_of_names(tmp_path):
 def test_interrupted_packing_continues_to_the_same_bytes(tmp_path, monkeypatch, work, time):
     """Documents take several pieces, so some interruptions are within one."""
     monkeypatch.setattr(sources, "_PIECE", 50)
-    monkeypatch.setattr(token_file, "_TEXTS", 4)
+    monkeypatch.setattr(text_pack, "_TEXTS", 4)
     source = write_corpus(tmp_path, "jsonl", TEXTS)
     calls = []
 
@@ -172,8 +173,8 @@ def test_interrupted_packing_continues_to_the_same_bytes(tmp_path, monkeypatch, 
     assert not (tmp_path / "packed").exists()
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / ".packed.packing").glob("*.tokens")}
     seen = []
-    encode = sources._field
-    monkeypatch.setattr(sources, "_field", lambda *a: (seen.append(1), encode(*a))[1])
+    cut_up = sources._cut
+    monkeypatch.setattr(sources, "_cut", lambda *a: (seen.append(1), cut_up(*a))[1])
     pack_text(source, tmp_path / "packed", **settings)
     pack_text(source, tmp_path / "expected", **settings)
     assert files(tmp_path / "packed") == files(tmp_path / "expected")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from helpers.tiny_text import documents, write_tokenizer
-from vitpar.data.text.section import Specials
+from vitpar.data.shards.manifest import Specials
 from vitpar.data.text.tokenizer import open_tokenizer
 from vitpar.errors import DataError
 

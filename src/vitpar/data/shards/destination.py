@@ -78,7 +78,15 @@ def packing_into(destination: str | Path, overwrite: bool, digest: str) -> Itera
             try:
                 yield partial
                 check_destination(target, overwrite)  # again, since packing may have taken hours
-                _put_in_place(partial, target)
+                old = None
+                if target.exists() and any(target.iterdir()):
+                    old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+                    target.rename(old)
+                partial.replace(target)
+                for path in [path for pattern in LEFTOVERS for path in target.glob(pattern)]:
+                    path.unlink()
+                if old is not None:
+                    shutil.rmtree(old)
             finally:
                 if not any(path.stat().st_size for pattern in _KEPT for path in partial.glob(pattern)):
                     shutil.rmtree(partial, ignore_errors=True)
@@ -95,16 +103,3 @@ def _lock(file: TextIO, target: Path) -> None:
         raise DataError(f"another process is packing into '{target}': wait for it, or stop it") from None
     except OSError:  # the file system has no locks
         pass
-
-
-def _put_in_place(partial: Path, target: Path) -> None:
-    """Rename the complete folder `partial` to `target`, in place of what is there, and remove LEFTOVERS from it."""
-    old = None
-    if target.exists() and any(target.iterdir()):
-        old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
-        target.rename(old)
-    partial.replace(target)
-    for path in [path for pattern in LEFTOVERS for path in target.glob(pattern)]:
-        path.unlink()
-    if old is not None:
-        shutil.rmtree(old)

@@ -60,10 +60,7 @@ class Labels:
 
     @classmethod
     def parse(cls, text: str) -> Labels:
-        """Parse ``cls``, ``json``, ``json:FIELD`` or ``folder``.
-
-        Raises DataError for anything else.
-        """
+        """Parse ``cls``, ``json``, ``json:FIELD`` or ``folder``. Raises DataError for anything else."""
         kind, _, field = text.partition(":")
         if kind not in ("cls", "json", "folder") or (field and kind != "json"):
             raise DataError(f"unknown label location '{shown(text)}': use cls, json:FIELD or folder")
@@ -108,10 +105,8 @@ def scan(shard: Path | ObjectPath, labels: Labels = Labels(), *, checksums: bool
             key, extension = folder + slash + stem, extension.lower()
             if not member.isreg() or stem == "" or not (is_image(extension) or labels.has(extension)):
                 continue
-            where, plain = (
-                f"'{shard.name}/{shown(member.name)}'",
-                any(one[0] in EXTENSIONS for one in images.get(key, ())),
-            )
+            where = f"'{shard.name}/{shown(member.name)}'"
+            plain = any(one[0] in EXTENSIONS for one in images.get(key, ()))
             if (plain and extension in EXTENSIONS) or (labels.has(extension) and key in found):
                 raise DataError(
                     f"{where} repeats the key '{shown(key)}', which ends at the first dot: make keys unique"
@@ -159,10 +154,13 @@ def label_of(data: bytes, labels: Labels, where: str) -> int | str:
         text = decode_utf8(data)
     except ValueError as error:
         raise DataError(f"cannot read the label {where}: {error}") from None
-    value: object = text.strip()
+    value: Any = text.strip()
     if labels.kind == "json":
         try:
-            value = _field(parse_json(text), labels.field)
+            value = parse_json(text)
+            # A field of this name, or the one that its dots lead to.
+            for part in [labels.field] if labels.field in value else labels.field.split("."):
+                value = value[part]
         except (ValueError, KeyError, TypeError):
             raise DataError(f"{where} has no field '{shown(labels.field)}': name another with json:FIELD") from None
     if isinstance(value, str) and (number := whole_number(value)) is not None:
@@ -171,15 +169,6 @@ def label_of(data: bytes, labels: Labels, where: str) -> int | str:
         raise DataError(f"label {literal(value)} of {where} is neither a whole number nor a name")
     if isinstance(value, int) and not 0 <= value < 1 << 31:
         raise DataError(f"label {shown(value)} of {where} is outside 0 to {(1 << 31) - 1}")
-    return value
-
-
-def _field(value: Any, name: str) -> object:
-    """Return the field `name` of a JSON object, or the one that its dots lead to."""
-    if name in value:
-        return value[name]
-    for part in name.split("."):
-        value = value[part]
     return value
 
 
@@ -209,19 +198,18 @@ def index(
     old = read_any_manifest(folder)
     if old.get("text") is not None:
         raise DataError(f"'{folder}' holds text, which cannot be indexed again: restore its files or pack it again")
-    files = _files(folder, splits)
-    by_split: dict[str, dict[Path, Scan]] = {split: {} for split in files}
+    by_split = dict[str, dict[Path, Scan]]()
     with ThreadPoolExecutor(max(1, workers), thread_name_prefix="vitpar-index") as pool:
-        for split, paths in files.items():
+        for split, paths in _files(folder, splits).items():
+            found = by_split[split] = {}
             for path, scanned in zip(paths, pool.map(partial(scan, labels=labels), paths), strict=True):
-                by_split[split][path] = scanned
+                found[path] = scanned
                 if progress:
-                    progress(split, len(by_split[split]), len(paths))
-    scans = [one for split in by_split.values() for one in split.values()]
-    empty = next((path for split in by_split.values() for path, one in split.items() if not len(one.rows)), None)
-    if empty is not None:
+                    progress(split, len(found), len(paths))
+    scans = {path: scanned for found in by_split.values() for path, scanned in found.items()}
+    if (empty := next((path for path, one in scans.items() if not len(one.rows)), None)) is not None:
         raise DataError(f"shard '{empty}' has no labelled images: remove it, or set --label")
-    names = _classes(scans, classes, old.get("classes"))
+    names = _classes([*scans.values()], classes, old.get("classes"))
     check_class_names(names)
     class_names = old.get("class_names") if names == old.get("classes") else None
     try:
@@ -252,9 +240,8 @@ def _files(folder: Path, splits: Mapping[str, str] | None) -> dict[str, list[Pat
             if Path(split).name != split or Path(pattern).name != pattern:
                 raise DataError(f"'{split}={pattern}' must be a split name and a file name pattern, without folders")
             shards[split] = sorted(folder.glob(pattern))
-    empty = next((split for split, paths in shards.items() if not paths), None)
-    if empty is not None and splits is not None:
-        raise DataError(f"no file in '{folder}' matches '{splits[empty]}' for the split '{empty}'")
+            if not shards[split]:
+                raise DataError(f"no file in '{folder}' matches '{pattern}' for the split '{split}'")
     if not shards:
         packed = any(folder.glob("*.tar.*")) or any(folder.glob("*.tgz"))
         raise DataError(

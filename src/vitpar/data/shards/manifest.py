@@ -18,15 +18,14 @@ import tarfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from vitpar.data.text.section import TextSection
 from vitpar.errors import DataError
 from vitpar.io import read_bytes, read_json, write_text
-from vitpar.limits import MAX_CLASSES
+from vitpar.limits import MAX_CLASSES, MAX_TOKENS
 from vitpar.object_store import ObjectPath, parse_place
 from vitpar.records import Count, Record, first_wrong
 from vitpar.text import shown
@@ -37,6 +36,10 @@ MANIFEST = "dataset.json"
 """File name of the manifest."""
 TOKENS = ".tokens"
 """End of the names of shards of text."""
+MAX_VOCABULARY = 1 << 24
+"""Tokens in a vocabulary."""
+Id = Annotated[int, Field(ge=0, lt=MAX_VOCABULARY)]
+"""Number of a token in a vocabulary."""
 
 
 class ShardEntry(Record):
@@ -69,6 +72,87 @@ class SplitEntry(Record):
     """Number of samples of each class, in label order; of text, that of all."""
     index_sha256: str
     """SHA-256 of the index file, in hexadecimal."""
+
+
+class Specials(Record):
+    """Numbers of a vocabulary's special tokens; None for one that it lacks."""
+
+    model_config = ConfigDict(frozen=True)
+    pad: Id | None = None
+    """Padding."""
+    cls: Id | None = None
+    """Start of a sequence, as in BERT."""
+    sep: Id | None = None
+    """End of a segment, as in BERT."""
+    mask: Id | None = None
+    """Stand-in for a token to predict."""
+    eos: Id | None = None
+    """End of a sequence or document."""
+    unk: Id | None = None
+    """Stand-in for text that the vocabulary lacks."""
+    sentinels: tuple[Id, ...] = ()
+    """T5's `<extra_id_0>`, `<extra_id_1>`, …, in the order of their numbers in the name."""
+    others: tuple[Id, ...] = ()
+    """Other tokens that the vocabulary marks as special."""
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Numbers of all special tokens, ascending, each once."""
+        named = (self.pad, self.cls, self.sep, self.mask, self.eos, self.unk)
+        return tuple(sorted({*(number for number in named if number is not None), *self.sentinels, *self.others}))
+
+    @property
+    def padding(self) -> int:
+        """Number that fills a batch after the end of a sequence: `pad`, or 0 without one."""
+        return self.pad or 0
+
+    @property
+    def end(self) -> int | None:
+        """Token that ends a document or sequence: `eos`, or else `sep`."""
+        return self.sep if self.eos is None else self.eos
+
+
+class TextSection(Record):
+    """Section `text` of `dataset.json`."""
+
+    tokens: int = Field(ge=1, le=MAX_TOKENS)
+    """Largest number of ids in a sequence."""
+    vocab_size: int = Field(ge=1, le=MAX_VOCABULARY)
+    """Number of tokens in the vocabulary: the largest id plus 1."""
+    dtype: Literal["uint16", "uint32"]
+    """Type of the stored ids, little-endian."""
+    tokenizer: Literal["bytes", "file"]
+    """Kind of tokenizer."""
+    tokenizer_file: str | None = None
+    """Name of the tokenizer's file in the folder of the data set; None for `bytes`."""
+    tokenizer_sha256: str | None = None
+    """SHA-256 of that file, in hexadecimal."""
+    specials: Specials
+    """Special tokens. Sequences contain none of them but `unk`, and `end` between documents."""
+    cross_documents: bool
+    """Whether sequences continue over the ends of documents."""
+    documents: dict[str, Count]
+    """Number of documents with at least one token in each split."""
+    ids: dict[str, Count]
+    """Number of stored ids in each split."""
+
+    @field_validator("tokenizer_file")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and (not name or PurePosixPath(name).name != name or name == ".."):
+            raise ValueError(f"the tokenizer '{shown(name)}' is not a file name")
+        return name
+
+    @model_validator(mode="after")
+    def _specials_are_tokens(self) -> Self:
+        if max(self.specials.all, default=0) >= self.vocab_size:
+            raise ValueError(f"a special token is outside the vocabulary of {self.vocab_size:,}")
+        return self
+
+    @property
+    def stored(self) -> np.dtype:
+        """Type of the stored ids, little-endian on every machine."""
+        return np.dtype(f"<u{np.dtype(self.dtype).itemsize}")
 
 
 class Manifest(Record):
@@ -210,19 +294,13 @@ def read_rows(folder: Path | ObjectPath, split: str, entry: SplitEntry) -> np.nd
         raise DataError(f"index '{path}' is not the one recorded in {MANIFEST}: {again}")
     header = 10 + int.from_bytes(data[8:10], "little")  # of the format npy 1.0
     if len(data) == header + entry.samples * ROW.itemsize:
-        rows = np.frombuffer(data, ROW, offset=header)
-        if _fits(rows, entry):
-            return rows
+        rows, samples = np.frombuffer(data, ROW, offset=header), [shard.samples for shard in entry.shards]
+        numbers = np.arange(len(samples))
+        if sum(samples) == len(rows) and np.array_equal(rows["shard"], np.repeat(numbers, samples)):
+            sizes = np.repeat(np.array([shard.bytes for shard in entry.shards], np.int64), samples)
+            first = 0 if entry.shards and entry.shards[0].file.endswith(TOKENS) else tarfile.BLOCKSIZE
+            inside = (rows["offset"] >= first) & (rows["offset"] <= sizes - rows["size"]) & (rows["size"] > 0)
+            known = (rows["label"] >= 0) & (rows["label"] < len(entry.per_class))
+            if (inside & known).all():
+                return rows
     raise DataError(f"index '{path}' does not match the shards in {MANIFEST}: {again}")
-
-
-def _fits(rows: np.ndarray, entry: SplitEntry) -> bool:
-    """Return whether index rows are consistent with the shards and classes of a split."""
-    samples = [shard.samples for shard in entry.shards]
-    if sum(samples) != len(rows) or not np.array_equal(rows["shard"], np.repeat(np.arange(len(samples)), samples)):
-        return False
-    sizes = np.repeat(np.array([shard.bytes for shard in entry.shards], np.int64), samples)
-    first = 0 if entry.shards and entry.shards[0].file.endswith(TOKENS) else tarfile.BLOCKSIZE
-    inside = (rows["offset"] >= first) & (rows["offset"] <= sizes - rows["size"]) & (rows["size"] > 0)
-    known = (rows["label"] >= 0) & (rows["label"] < len(entry.per_class))
-    return bool((inside & known).all())

@@ -50,10 +50,7 @@ class Reencode:
             raise DataError(f"JPEG quality {self.quality} is out of range: choose from 1 to 100")
 
     def __call__(self, data: bytes) -> bytes:
-        """Return an encoded image, unchanged or converted to a smaller JPEG.
-
-        Raises BadImage.
-        """
+        """Return an encoded image, unchanged or converted to a smaller JPEG. Raises BadImage."""
         width, height = image_size(data)
         if min(width, height) <= self.short_side:
             return data
@@ -111,20 +108,15 @@ def pack(
     except OSError as error:
         raise DataError(f"cannot read '{error.filename or source}': {error.strerror}") from None
     opened(contents)
-    with packing_into(destination, overwrite, _digest(contents, settings)) as folder:
-        return _Packing(contents, folder, shard_samples, reencode, seed, progress, skip_damaged, decode_images).run(
-            workers
-        )
-
-
-def _digest(source: Source, settings: list) -> str:
-    """Return a checksum of the source's files and of the settings that decide the bytes of the shards."""
-    digest = hashlib.sha256(json.dumps([settings, *source.classes]).encode())
-    for name, split in source.splits.items():
+    # Of the source's files, and of the settings that decide the bytes of the shards.
+    digest = hashlib.sha256(json.dumps([settings, *contents.classes]).encode())
+    for name, split in contents.splits.items():
         digest.update(f"{name} {len(split.labels)}\n".encode() + split.labels.tobytes())
         for i in range(len(split.labels)):
             digest.update(os.fsencode(f"{split.name(i)}\n"))
-    return digest.hexdigest()
+    with packing_into(destination, overwrite, digest.hexdigest()) as folder:
+        packing = _Packing(contents, folder, shard_samples, reencode, seed, progress, skip_damaged, decode_images)
+        return packing.run(workers)
 
 
 class _Stopped(Exception):
@@ -159,9 +151,8 @@ class _Packing:
                 )
         if skipped := sorted(self.folder.glob("*.skipped")):
             write_text(self.folder / SKIPPED, "".join(path.read_text() for path in skipped))
-        source = self.source
-        names = None if source.class_names is None else [*source.class_names]
-        manifest = Manifest(classes=[*source.classes], class_names=names, labels="cls", splits=splits)
+        names = None if self.source.class_names is None else [*self.source.class_names]
+        manifest = Manifest(classes=[*self.source.classes], class_names=names, labels="cls", splits=splits)
         write_manifest(self.folder, manifest)
         return manifest
 
@@ -221,21 +212,16 @@ class _Packing:
                 data = split.read(i)
                 try:
                     data = self._checked(data, split.name(i))
+                    writer.write({"__key__": f"{i:08d}", "cls": b"%d" % split.labels[i], str(image_type(data)): data})
                 except BadImage as error:
                     if not self.skip_damaged:
                         raise DataError(f"{error}, or skip such files with --skip-damaged") from None
                     skipped[i] = str(error)
-                    self._report(name, 1, len(split.labels))
-                    continue
-                writer.write({"__key__": f"{i:08d}", "cls": b"%d" % split.labels[i], str(image_type(data)): data})
                 self._report(name, 1, len(split.labels))
         return skipped
 
     def _checked(self, data: bytes, name: str) -> bytes:
-        """Return an encoded image, re-encoded if `reencode` is set.
-
-        Raises BadImage for bytes that are no image.
-        """
+        """Return an encoded image, re-encoded if `reencode` is set. Raises BadImage for bytes that are no image."""
         if image_type(data) is None:
             advice = stand_in(data[:256]) or "remove it, or convert it to JPEG or PNG"
             raise BadImage(f"'{shown(name)}' is not a supported image type: {advice}")

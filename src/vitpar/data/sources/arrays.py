@@ -40,10 +40,7 @@ Files = dict[str, Callable[[], bytes]]
 
 
 def digits() -> Source:
-    """Return the digits of scikit-learn, without a `val` split.
-
-    Raises DataError if scikit-learn is not installed.
-    """
+    """Return the digits of scikit-learn, without a `val` split. Raises DataError if scikit-learn is not installed."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -67,10 +64,7 @@ def cifar_files(path: Path) -> Files | None:
 
 
 def cifar(files: Files) -> Source:
-    """Return the source that consists of `files`. CIFAR's test split becomes `val`.
-
-    Raises DataError.
-    """
+    """Return the source that consists of `files`. CIFAR's test split becomes `val`. Raises DataError."""
     count = 100 if "train" in files or "train.bin" in files else 10
     *train, test = _HUNDRED if count == 100 else _TEN
     binary = f"{test}.bin" in files

@@ -173,10 +173,7 @@ def _split(paths: list[str], labels: list[int]) -> SourceSplit:
 
 
 def listed(path: Path) -> Source:
-    """Return the source that the CSV list at `path` describes.
-
-    Raises DataError.
-    """
+    """Return the source that the CSV list at `path` describes. Raises DataError."""
     folder = path.parent
     reader = csv.DictReader(read_lines(path))
     rows: dict[str, list[tuple[str, str]]] = {}
@@ -194,7 +191,12 @@ def listed(path: Path) -> Source:
         rows.setdefault(split, []).append((whole, label))
     if "train" not in rows:
         raise DataError(f"'{path}' lists no training images")
-    classes, number = _classes([label for pairs in rows.values() for _, label in pairs])
+    words = sorted({word for pairs in rows.values() for _, word in pairs})
+    number = {word: value for word in words if (value := whole_number(word)) is not None}
+    if len(number) == len(words):
+        classes = numbered(sorted(number.values()))
+    else:
+        classes, number = words, {word: place for place, word in enumerate(words)}
     splits = {
         split: _split([image for image, _ in pairs], [number[label] for _, label in pairs])
         for split, pairs in rows.items()
@@ -212,20 +214,8 @@ def _rows(reader: "csv.DictReader[str]", path: Path) -> Iterator[dict[str, str]]
         raise DataError(f"line {reader.line_num + 1} of '{path}' cannot be read: {error}") from None
 
 
-def _classes(labels: list[str]) -> tuple[list[str], dict[str, int]]:
-    """Return the class names and the class number of each label."""
-    names = sorted(set(labels))
-    number = {name: label for name in names if (label := whole_number(name)) is not None}
-    if len(number) < len(names):
-        return names, {name: place for place, name in enumerate(names)}
-    return numbered(sorted(number.values())), number
-
-
 def zipped(folder: Path) -> Source:
-    """Return the source in `folder`, which contains zip files and their maps.
-
-    Raises DataError.
-    """
+    """Return the source in `folder`, which contains zip files and their maps. Raises DataError."""
     names = folder / "classes.txt"
     classes = read_class_names(names) if names.exists() else None
     limit = MAX_CLASSES if classes is None else len(classes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -113,7 +114,10 @@ class _File:
             self.starts = [0, *accumulate(group.num_rows for group in groups)]
             column = library.read_table(path, columns=[label])[label]
             self.labels = np.asarray(column.fill_null(_MISSING).to_numpy(), dtype=np.int64)
-            self.classes = _classes(schema.metadata or {}, label)
+            self.classes: list[str] | None = None
+            with suppress(KeyError, TypeError):
+                names = parse_json(schema.metadata[b"huggingface"])["info"]["features"][label]["names"]
+                self.classes = [str(name) for name in names] if isinstance(names, list) else None
 
     def group(self, number: int) -> Any:
         """Return the images of row group `number`: a pyarrow.ChunkedArray of bytes, or of structs with a field `bytes`.
@@ -138,14 +142,6 @@ def _has_bytes(arrow_type: Any) -> bool:
 
 def _is_binary(arrow_type: Any) -> bool:
     return str(arrow_type) in ("binary", "large_binary", "binary_view")
-
-
-def _classes(metadata: dict[bytes, bytes], label: str) -> list[str] | None:
-    try:
-        names = parse_json(metadata[b"huggingface"])["info"]["features"][label]["names"]
-    except (KeyError, TypeError):
-        return None
-    return [str(name) for name in names] if isinstance(names, list) else None
 
 
 def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:

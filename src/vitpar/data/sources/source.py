@@ -62,10 +62,7 @@ class SourceSplit:
 
 @dataclass(frozen=True)
 class Source:
-    """Source of images to pack.
-
-    Raises DataError as `check_class_names` does.
-    """
+    """Source of images to pack. Raises DataError as `check_class_names` does."""
 
     classes: Sequence[str]
     """Identifiers of the classes, in label order."""
@@ -130,19 +127,13 @@ def parquet_library() -> Any:
 
 
 def read_file(path: str | Path) -> bytes:
-    """Return the content of a file, which may be a web page: those can be skipped.
-
-    Raises DataError.
-    """
+    """Return the content of a file, which may be a web page: those can be skipped. Raises DataError."""
     with reading(path), open_regular(path, pages=True) as file:
         return file.read()
 
 
 def read_span(path: Path, begin: int, size: int) -> bytes:
-    """Return `size` bytes of a file from byte offset `begin`.
-
-    Raises DataError, also if the file ends before.
-    """
+    """Return `size` bytes of a file from byte offset `begin`. Raises DataError, also if the file ends before."""
     with reading(path), open_regular(path) as file:
         data = os.pread(file.fileno(), size, begin)
     if len(data) != size:

@@ -6,16 +6,17 @@ import hashlib
 import itertools
 import random
 import threading
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from vitpar.data.images import BadImage, BadSample
 from vitpar.data.randomness import hash_numbers, sample_keys, shuffled
 from vitpar.data.shards.index import EXTENSIONS, Labels, is_image, label_of
+from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream import urls
 from vitpar.data.tar import content, members
 from vitpar.errors import DataError
@@ -52,6 +53,10 @@ class StreamSet:
     """Number of samples in the buffer that shuffles them in training."""
     allow_pipe: bool = False
     """Whether URLs may run commands."""
+    class_names: ClassVar[tuple[str, ...] | None] = None
+    """Names of the classes: a stream has only numbers."""
+    names_of_classes: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Lists of names by which the classes are known."""
 
     def __post_init__(self) -> None:
         urls.check(self.shards, self.allow_pipe)
@@ -64,16 +69,6 @@ class StreamSet:
         return self.samples
 
     @property
-    def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes: None, since a stream has only numbers."""
-        return None
-
-    @property
-    def names_of_classes(self) -> tuple[tuple[str, ...], ...]:
-        """Lists of names by which the classes are known: none."""
-        return ()
-
-    @property
     def fingerprint(self) -> str:
         """Stated size of the stream, in words. It does not depend on the content, which only reading could check."""
         return f"stream of {len(self.shards)} shards, {self.samples} images, {self.num_classes} classes"
@@ -84,13 +79,9 @@ class StreamSet:
         first, last = shown(self.shards[0]), shown(self.shards[-1])
         return first if len(self.shards) == 1 else f"{first} … {last}"
 
-    def refuse_few(self, parts: int) -> None:
-        """Raise DataError if there are fewer shards than parts."""
-        if len(self.shards) < parts:
-            raise DataError(
-                f"'{self.place}' has {count(len(self.shards), 'shard')} for the {parts} ranks that decode images, and "
-                "each needs its own: write more and smaller shards, or decode on fewer ranks with pp"
-            )
+
+ImageSet = ShardSet | StreamSet
+"""Split of a data set, packed or streamed. Packed text is a `ShardSet` too."""
 
 
 @dataclass(frozen=True)
@@ -107,22 +98,19 @@ class Sample:
     """Key in its shard and URL of the shard, for messages."""
 
 
-class Fetched:
+class Fetched(list[Sample]):
     """Samples of a batch, from which a loader reads them by number."""
 
     checked = False
     """Whether `read` compares the bytes with a checksum; tar files have no checksums of their data."""
 
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples = samples
-
     def read(self, i: int) -> bytes:
         """Return the encoded image of sample `i`."""
-        return self._samples[i].image
+        return self[i].image
 
     def complaint(self, i: int, error: BadImage) -> str:
         """Return a message that names sample `i` and says what is wrong with it."""
-        return f"{self._samples[i].name}: {error}"
+        return f"{self[i].name}: {error}"
 
 
 class Reader:

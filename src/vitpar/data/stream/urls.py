@@ -5,7 +5,7 @@ import select
 import subprocess
 import threading
 from collections.abc import Sequence
-from typing import BinaryIO
+from typing import Any
 
 from vitpar.errors import DataError
 from vitpar.io import open_regular
@@ -83,22 +83,6 @@ def _scheme(url: str) -> str:
     return match.group(1) if match else ""
 
 
-def _opened(url: str) -> tuple[BinaryIO, "subprocess.Popen[bytes] | None"]:
-    """Return the file of a shard, and the command that writes it, if there is one."""
-    match _scheme(url):
-        case "http" | "https":
-            command: str | list[str] = [*_CURL_COMMAND, url]
-        case "gs":
-            command = ["gsutil", "cat", url]
-        case "pipe":
-            command = url.removeprefix("pipe:")
-        case _:
-            return open_regular(parse_place(re.sub(r"^file:(//)?", "", url))), None
-    process = subprocess.Popen(command, bufsize=0, stdout=subprocess.PIPE, shell=isinstance(command, str))
-    assert process.stdout is not None
-    return process.stdout, process  # type: ignore[return-value]
-
-
 def words(error: Exception) -> str:
     """Return the message of `error` on one line, including the name of a missing program."""
     if isinstance(error, OSError) and error.strerror:
@@ -118,11 +102,21 @@ class ShardStream:
 
     def __init__(self, url: str, stopping: threading.Event) -> None:
         self._place, self._url, self._stopping = 0, url, stopping
-        self._file, self._process = _opened(url)
-        self._poll = select.poll()
-        if self._process:
-            self._poll.register(self._file, select.POLLIN)
-        self._head, self._ended = b"", False
+        self._poll, self._head, self._ended = select.poll(), b"", False
+        self._process: subprocess.Popen[bytes] | None = None
+        match _scheme(url):
+            case "http" | "https":
+                command: str | list[str] = [*_CURL_COMMAND, url]
+            case "gs":
+                command = ["gsutil", "cat", url]
+            case "pipe":
+                command = url.removeprefix("pipe:")
+            case _:
+                self._file: Any = open_regular(parse_place(re.sub(r"^file:(//)?", "", url)))
+                return
+        self._process = subprocess.Popen(command, bufsize=0, stdout=subprocess.PIPE, shell=isinstance(command, str))
+        self._file = self._process.stdout
+        self._poll.register(self._file, select.POLLIN)
 
     def read(self, size: int, /) -> bytes:
         """Return the next `size` bytes, or fewer at the end."""

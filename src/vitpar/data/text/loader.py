@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.places import places_in_turn, shuffled_places
+from vitpar.data.batches import places_in_turn, shuffled_places
 from vitpar.data.randomness import SampleOrder, sample_keys
 from vitpar.data.text.text_set import TextSet
 from vitpar.models.config import IGNORED
@@ -42,16 +42,6 @@ class TextBatch:
     """Global sequences seen up to and including this batch, which is where the next one begins."""
 
 
-@dataclass
-class _Job:
-    """Batch whose sequences are still to be read, as arrays of the fields of `TextBatch`."""
-
-    numbers: NDArray[np.int64]
-    keys: NDArray[np.int64]
-    ids: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
-
 class TextLoader:
     """Batches of packed text.
 
@@ -72,11 +62,21 @@ class TextLoader:
         return -(-len(self.text) // self.batch_size)
 
     def __iter__(self) -> Generator[TextBatch]:
-        with closing(in_threads(self._jobs(), self._tasks, self.workers)) as read:
-            for number, job in enumerate(read, start=1):
-                samples = self.start + number * self.batch_size
-                ids, lengths, keys, numbers = map(torch.from_numpy, (job.ids, job.lengths, job.keys, job.numbers))
-                yield TextBatch(ids, lengths, keys, numbers, samples / len(self.text), samples)
+        with closing(in_threads(self._empty(), lambda batch: [partial(self._read, batch)], self.workers)) as read:
+            yield from read
+
+    def _empty(self) -> Iterator[TextBatch]:
+        """Yield the batches, whose sequences are still to be read."""
+        for number, places in enumerate(self._places(), start=1):
+            numbers, keys = map(torch.from_numpy, places)
+            ids = torch.full((len(numbers), self.text.tokens), self.text.specials.padding)
+            samples = self.start + number * self.batch_size
+            yield TextBatch(ids, torch.zeros_like(numbers), keys, numbers, samples / len(self.text), samples)
+
+    def _read(self, batch: TextBatch) -> None:
+        numbers = batch.numbers.numpy()
+        real = numbers != IGNORED
+        batch.ids.numpy()[real], batch.lengths.numpy()[real] = self.text.read_batch(numbers[real])
 
     def _places(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Yield the numbers and keys of the sequences of each batch, in order."""
@@ -86,15 +86,3 @@ class TextLoader:
         for step, numbers in enumerate(places_in_turn(len(self.text), self.batch_size)):
             zeros, places = np.zeros_like(numbers), step * self.batch_size + np.arange(self.batch_size)
             yield numbers, sample_keys(_EVALUATION, zeros, places, zeros)
-
-    def _jobs(self) -> Iterator[_Job]:
-        for numbers, keys in self._places():
-            ids = np.full((len(numbers), self.text.tokens), self.text.specials.padding, np.int64)
-            yield _Job(numbers, keys, ids, np.zeros(len(numbers), np.int64))
-
-    def _tasks(self, job: _Job) -> list[Callable[[], None]]:
-        return [partial(self._read, job)]
-
-    def _read(self, job: _Job) -> None:
-        real = job.numbers != IGNORED
-        job.ids[real], job.lengths[real] = self.text.read_batch(job.numbers[real])

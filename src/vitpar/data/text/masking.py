@@ -6,7 +6,6 @@ equal on every rank, under every plan and after a resume. They take and return n
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from vitpar.errors import DataError
 from vitpar.models.config import IGNORED
 
 if TYPE_CHECKING:
-    from vitpar.data.text.section import Specials
+    from vitpar.data.shards.manifest import Specials
 
 Ids = NDArray[np.int64]
 """Numbers of tokens, or counts of them."""
@@ -57,7 +56,9 @@ def mlm(
     if specials.mask is None:
         raise DataError("the tokenizer has no mask token, such as [MASK] or <mask>: use another one, or spans")
     maskable = np.arange(ids.shape[1]) < lengths[:, None]
-    maskable &= ~_special_table(vocab_size, specials.all)[ids]
+    special = np.zeros(vocab_size, bool)
+    special[[token for token in specials.all if token < vocab_size]] = True
+    maskable &= ~special[ids]
     counts = maskable.sum(1)
     wanted = np.minimum(np.maximum(np.rint(counts * rate).astype(np.int64), 1), counts)
     if whole_words is None:
@@ -67,7 +68,7 @@ def mlm(
         chosen = _whole(whole_words, maskable, wanted, keys)
     rows, places = np.nonzero(chosen)
     kind = uniforms(keys[rows], _KIND, places)
-    plain = _plain_tokens(vocab_size, specials.all)
+    plain = np.flatnonzero(~special)
     drawn = plain[(uniforms(keys[rows], _TOKEN, places) * len(plain)).astype(np.int64)]
     masked, replaced = kind < MASKED, (kind >= MASKED) & (kind < MASKED + REPLACED)
     inputs = ids.copy()
@@ -136,52 +137,38 @@ def spans(ids: Ids, lengths: Ids, keys: Ids, specials: Specials, rate: float = 0
             f"{len(specials.sentinels)} sentinels such as <extra_id_0>: use T5's, shorter sequences, or longer spans"
         )
     noise, number = noise[lengths], number[lengths]
-    # As in T5, a sequence of 1 token is the beginning of one of 2, and keeps it.
-    clean = np.maximum(lengths, 2) - noise
-    is_noise, starts = _segments(clean, noise, number, keys, tokens, lengths)
     inside = np.arange(tokens) < lengths[:, None]
+    # As in T5, a sequence of 1 token is the beginning of one of 2, and keeps it.
+    clean = _segments(np.maximum(lengths, 2) - noise, number, _grid(keys, tokens, _CLEAN))
+    gone = _segments(noise, number, _grid(keys, tokens, _NOISE))
+    order = np.concatenate([2 * clean, 2 * gone + 1], axis=1)
+    is_noise = inside & (np.sort(order, axis=1)[:, :tokens] % 2 == 1)
+    starts = is_noise.copy()
+    starts[:, 1:] &= ~is_noise[:, :-1]
     sentinels = np.append(np.array(specials.sentinels, np.int64), 0)
     span = np.cumsum(starts, axis=1) - 1  # number of the removed span that begins here, or began last
     marks = sentinels[np.maximum(span, 0)]
-    real = lengths > 0
     in_length, target_length = span_lengths(tokens, rate, mean_length)
+    rows = np.flatnonzero(lengths > 0)
 
     # Inputs: kept tokens, and the first of every removed span as its sentinel.
-    kept = inside & (~is_noise | starts)
     inputs = np.full((batch, in_length), specials.padding, np.int64)
-    in_counts = _packed(inputs, np.where(starts, marks, ids), kept, np.ones_like(ids))
-    rows = np.flatnonzero(real)
+    in_counts = _fill(inputs, np.where(starts, marks, ids), inside & (~is_noise | starts))
     inputs[rows, in_counts[rows]] = specials.end
 
     # Targets: removed tokens, each first one after its sentinel.
-    removed = inside & is_noise
     targets = np.full((batch, target_length), IGNORED, np.int64)
-    width = 1 + starts.astype(np.int64)
-    out_counts = _packed(targets, ids, removed, width, shift=width - 1)
-    _packed(targets, marks, removed & starts, np.where(removed, width, 0), counted=removed)
+    pairs, chosen = np.stack([marks, ids], axis=2), np.stack([starts, is_noise], axis=2)
+    out_counts = _fill(targets, pairs.reshape(batch, -1), chosen.reshape(batch, -1))
     targets[rows, out_counts[rows]] = specials.end
-    return Spans(inputs, targets, np.where(real, in_counts + 1, 0))
+    return Spans(inputs, targets, np.where(lengths > 0, in_counts + 1, 0))
 
 
-def _packed(
-    into: Ids,
-    values: Ids,
-    chosen: NDArray[np.bool_],
-    width: Ids,
-    shift: Ids | int = 0,
-    counted: NDArray[np.bool_] | None = None,
-) -> Ids:
-    """Write the chosen `values` of each row of a batch into `into` without gaps; return the places used in each row.
-
-    width: places that each of the tokens `counted`, by default `chosen`, takes.
-    shift: place of the value among these.
-    """
-    taken = np.where(chosen if counted is None else counted, width, 0)
-    places = np.cumsum(taken, axis=1) - taken + shift
-    rows = np.broadcast_to(np.arange(len(into))[:, None], chosen.shape)
-    into[rows[chosen], places[chosen]] = values[chosen]
-    used: Ids = taken.sum(1)
-    return used
+def _fill(into: Ids, values: Ids, chosen: NDArray[np.bool_]) -> Ids:
+    """Write the chosen `values` of each row of a batch into `into` without gaps; return their number in each row."""
+    counts: Ids = chosen.sum(1)
+    into[np.arange(into.shape[1]) < counts[:, None]] = values[chosen]
+    return counts
 
 
 def _noise_and_spans(lengths: Ids, rate: float, mean_length: float) -> tuple[Ids, Ids]:
@@ -192,49 +179,20 @@ def _noise_and_spans(lengths: Ids, rate: float, mean_length: float) -> tuple[Ids
     return noise, np.minimum(number, longer - noise)
 
 
-def _segments(
-    clean: Ids, noise: Ids, number: Ids, keys: Ids, tokens: int, lengths: Ids
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return which tokens are removed, and at which a removed span begins: bool [batch, tokens] both.
-
-    clean, noise: tokens to keep and to remove.
-    number: spans of each kind.
-    """
-    width = int(max(number.max(initial=1), 1))
-    kept, gone = (
-        _segment_lengths(items, number, _grid(keys, tokens, which), width)
-        for items, which in ((clean, _CLEAN), (noise, _NOISE))
-    )
-    ends = np.stack([kept, gone], axis=2).reshape(len(keys), -1).cumsum(1)
-    changes = np.zeros((len(keys), tokens + 2), np.int64)
-    real = np.repeat(np.arange(width)[None, :] < number[:, None], 2, axis=1)
-    rows = np.broadcast_to(np.arange(len(keys))[:, None], ends.shape)
-    np.add.at(changes, (rows[real], np.minimum(ends, tokens + 1)[real]), 1)
-    is_noise = (changes[:, :tokens].cumsum(1) % 2 == 1) & (np.arange(tokens) < lengths[:, None])
-    starts = is_noise.copy()
-    starts[:, 1:] &= ~is_noise[:, :-1]
-    return is_noise, starts
-
-
-def _segment_lengths(items: Ids, segments: Ids, scores: NDArray[np.float64], width: int) -> Ids:
-    """Return lengths of `segments` parts of at least 1 that sum to `items`, int64 [batch, width].
-
-    All divisions are equally likely.
+def _segments(items: Ids, segments: Ids, scores: NDArray[np.float64]) -> Ids:
+    """Divide `items` into `segments` parts of at least 1, all divisions equally likely.
 
     scores: random numbers, float64 [batch, tokens].
+
+    Returns the part of each item, int64 [batch, tokens]; `tokens` in the places after the last one.
     """
     batch, tokens = scores.shape
     place = np.arange(tokens)
     # `segments - 1` of the `items - 1` places between items are cuts.
-    scores = np.where(place < (items - 1)[:, None], scores, 2.0)
-    cut = _ranks(scores) < (segments - 1)[:, None]
-    segment = np.zeros((batch, tokens), np.int64)
-    segment[:, 1:] = cut.cumsum(1)[:, :-1]
-    lengths = np.zeros((batch, width), np.int64)
-    inside = place < items[:, None]
-    rows = np.broadcast_to(np.arange(batch)[:, None], segment.shape)
-    np.add.at(lengths, (rows[inside], segment[inside]), 1)
-    return lengths
+    cut = _ranks(np.where(place < (items - 1)[:, None], scores, 2.0)) < (segments - 1)[:, None]
+    part = np.zeros((batch, tokens), np.int64)
+    part[:, 1:] = cut.cumsum(1)[:, :-1]
+    return np.where(place < items[:, None], part, tokens)
 
 
 def span_lengths(tokens: int, rate: float = 0.15, mean_length: float = 3.0) -> tuple[int, int]:
@@ -257,21 +215,4 @@ def _grid(keys: Ids, tokens: int, which: int) -> NDArray[np.float64]:
 
 def _ranks(scores: NDArray[np.float64]) -> Ids:
     """Return the rank of each score in its row, from 0 for the lowest."""
-    order = np.argsort(scores, axis=1, kind="stable")
-    ranks = np.empty_like(order)
-    np.put_along_axis(ranks, order, np.broadcast_to(np.arange(scores.shape[1]), scores.shape), axis=1)
-    return ranks
-
-
-@lru_cache(maxsize=8)
-def _special_table(vocab_size: int, special: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Return whether each token of a vocabulary is special, bool [vocab_size]."""
-    table = np.zeros(vocab_size, bool)
-    table[[i for i in special if i < vocab_size]] = True
-    return table
-
-
-@lru_cache(maxsize=8)
-def _plain_tokens(vocab_size: int, special: tuple[int, ...]) -> Ids:
-    """Return the numbers of all tokens that are not special."""
-    return np.flatnonzero(~_special_table(vocab_size, special))
+    return np.argsort(np.argsort(scores, axis=1, kind="stable"), axis=1)

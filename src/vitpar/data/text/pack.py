@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 
 from vitpar.data.randomness import SampleOrder, shuffled
 from vitpar.data.shards.destination import check_destination, packing_into, stamps
-from vitpar.data.shards.manifest import ROW, TOKENS, Manifest, SplitEntry, write_manifest, write_split
+from vitpar.data.shards.manifest import ROW, TOKENS, Manifest, SplitEntry, TextSection, write_manifest, write_split
 from vitpar.data.sources.source import Progress
-from vitpar.data.text.section import TextSection
-from vitpar.data.text.sources import Documents, TextSource, open_text
-from vitpar.data.text.token_file import tokenised
+from vitpar.data.text.sources import Documents, Piece, TextSource, open_text
 from vitpar.data.text.tokenizer import BYTES, Tokenizer, open_tokenizer
 from vitpar.errors import DataError
 from vitpar.limits import MAX_TOKENS
@@ -33,6 +31,8 @@ FEW_DOCUMENTS = 20
 """Number of documents below which the last sequences become `val` instead of complete documents."""
 TOKENIZER_FILE = "tokenizer.json"
 """Name of the tokenizer's file in a data set."""
+_CHARACTERS, _TEXTS = 1 << 22, 1 << 13  # limits of what is tokenised at a time, which all cores share
+_END = np.dtype("<i8")
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,6 @@ class Sequences:
     documents: int
     """Number of documents that the sequences are from."""
 
-    def part(self, chosen: slice, documents: int) -> Sequences:
-        """Return some of the sequences."""
-        return replace(self, starts=self.starts[chosen], stops=self.stops[chosen], documents=documents)
-
     def read(self, ids: np.ndarray, i: int) -> bytes:
         """Return the bytes of sequence `i`. ids: content of the token file."""
         place, stop, parts = int(self.starts[i]), int(self.stops[i]), list[np.ndarray]()
@@ -64,28 +60,6 @@ class Sequences:
             parts.append(ids[moved + place : moved + until])
             place, document = until, document + 1
         return np.concatenate(parts).tobytes()
-
-
-def cut(ends: NDArray[np.int64], chosen: NDArray[np.int64], tokens: int, separated: bool) -> Sequences:
-    """Cut documents into sequences of at most `tokens` ids.
-
-    ends: end of each document in the token file, int64 [documents].
-    chosen: numbers of the documents to cut, ascending.
-    separated: whether sequences continue over the ends of documents, each of which ends with a separator. The one at
-        the very end is left out.
-    """
-    lengths, ends = np.diff(ends, prepend=0)[chosen], ends[chosen]
-    joined = np.cumsum(lengths)
-    if separated:
-        total = int(lengths.sum()) - 1
-        starts = np.arange(0, total, tokens)
-        stops = np.minimum(starts + tokens, total)
-    else:
-        counts = -(-lengths // tokens)
-        within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = np.repeat(joined - lengths, counts) + within * tokens
-        stops = np.minimum(starts + tokens, np.repeat(joined, counts))
-    return Sequences(ends, joined, starts, stops, len(lengths))
 
 
 @dataclass(frozen=True)
@@ -121,9 +95,8 @@ class TextPacking:
         dtype = np.dtype("<u2" if self.tokenizer.vocab_size <= 1 << 16 else "<u4")
         ids: dict[str, np.ndarray] = {}
         sequences: dict[str, Sequences] = {}
-        separator = specials.end if self.cross_documents else None
         for split in self.source.files:
-            ids[split], ends = tokenised(folder, self.source, split, self.tokenizer, dtype, separator, progress)
+            ids[split], ends = self._tokenised(folder, split, dtype, progress)
             if not len(ends):
                 raise DataError(f"'{self.source.location}' has no text for the split '{split}': add some")
             if split == "train" and "val" not in self.source.files and self.val_fraction > 0:
@@ -155,8 +128,65 @@ class TextPacking:
         write_manifest(folder, manifest)
         return manifest
 
+    def _tokenised(
+        self, folder: Path, split: str, dtype: np.dtype, progress: Progress | None
+    ) -> tuple[np.ndarray, NDArray[np.int64]]:
+        """Return the ids of a split, mapped from `SPLIT.ids`, and the ends of documents with ids, int64 [documents].
+
+        An interrupted run continues after the last document whose end is in `SPLIT.ends`.
+
+        progress: called with kilobytes of the source.
+
+        Raises DataError for a source that cannot be read.
+        """
+        separator = self.tokenizer.specials.end if self.cross_documents else None  # after each document
+        complete, partial, ends_path = (folder / f"{split}.{name}" for name in ("ids", "partial-ids", "ends"))
+        if not complete.exists():
+            total = self.source.bytes(split)
+            with partial.open("ab") as ids_file, ends_path.open("ab") as ends_file:
+                ends = np.fromfile(ends_path, _END)
+                ends = ends[ends * dtype.itemsize <= ids_file.tell()]
+                begin = size = int(ends[-1]) if len(ends) else 0  # of the document that comes next, and of the file
+                ids_file.truncate(size * dtype.itemsize)
+                ends_file.truncate(ends.nbytes)
+                for pieces in _batches(self.source.pieces(split), len(ends)):
+                    ids, lengths = self.tokenizer.encode([piece.text for piece in pieces])
+                    stops = np.cumsum(lengths)[[piece.last for piece in pieces]]
+                    if separator is not None:
+                        filled = np.diff(size + stops, prepend=begin) > 0
+                        ids = np.insert(ids, stops[filled], separator)
+                        stops = stops + np.cumsum(filled)
+                    ids.astype(dtype).tofile(ids_file)
+                    (size + stops).astype(_END).tofile(ends_file)
+                    begin = size + int(stops[-1]) if len(stops) else begin
+                    size += len(ids)
+                    if progress:
+                        progress(f"{split}: kB of text", -(-min(pieces[-1].read, total) // 1000), -(-total // 1000))
+            partial.replace(complete)
+        ends = np.fromfile(ends_path, _END).astype(np.int64)
+        ends = ends[np.diff(ends, prepend=0) > 0]
+        return np.memmap(complete, dtype, "r").view(np.ndarray) if len(ends) else np.empty(0, dtype), ends
+
     def _cut(self, ends: NDArray[np.int64], chosen: NDArray[np.int64]) -> Sequences:
-        return cut(ends, chosen, self.tokens, self.cross_documents)
+        """Cut documents into sequences.
+
+        Those over the ends of documents, each of which ends with a separator, leave out the one at the very end.
+
+        ends: end of each document in the token file, int64 [documents].
+        chosen: numbers of the documents to cut, ascending.
+        """
+        lengths, ends = np.diff(ends, prepend=0)[chosen], ends[chosen]
+        joined = np.cumsum(lengths)
+        if self.cross_documents:
+            total = int(lengths.sum()) - 1
+            starts = np.arange(0, total, self.tokens)
+            stops = np.minimum(starts + self.tokens, total)
+        else:
+            counts = -(-lengths // self.tokens)
+            within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+            starts = np.repeat(joined - lengths, counts) + within * self.tokens
+            stops = np.minimum(starts + self.tokens, np.repeat(joined, counts))
+        return Sequences(ends, joined, starts, stops, len(lengths))
 
     def _carved(self, ends: NDArray[np.int64], seed: int) -> dict[str, Sequences]:
         """Return the sequences of `train` and `val`, from documents of a source without `val`.
@@ -178,10 +208,27 @@ class TextPacking:
             )
         last = int(np.searchsorted(ends, sequences.stops[first - 1], side="left")) + 1
         from_ = int(np.searchsorted(ends, sequences.starts[first], side="right"))
+        starts, stops = sequences.starts, sequences.stops
         return {
-            "train": sequences.part(slice(first), last),
-            "val": sequences.part(slice(first, None), len(ends) - from_),
+            "train": replace(sequences, starts=starts[:first], stops=stops[:first], documents=last),
+            "val": replace(sequences, starts=starts[first:], stops=stops[first:], documents=len(ends) - from_),
         }
+
+
+def _batches(pieces: Iterable[Piece], skipped: int) -> Iterator[list[Piece]]:
+    """Yield the pieces that are tokenised at a time. skipped: documents to leave out first."""
+    batch, characters, seen = list[Piece](), 0, 0
+    for piece in pieces:
+        known, seen = seen < skipped, seen + piece.last
+        if known:
+            continue
+        batch.append(piece)
+        characters += len(piece.text)
+        if characters >= _CHARACTERS or len(batch) >= _TEXTS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
 
 
 def _write(

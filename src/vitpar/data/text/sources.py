@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from vitpar.data.sources.source import by_split, parquet_library, using
+from vitpar.data.sources.source import SPLITS, by_split, parquet_library, using
 from vitpar.errors import DataError
 from vitpar.io import decode_utf8, open_regular, parse_json
 from vitpar.text import count, either, shown
@@ -67,11 +67,10 @@ class TextSource:
         """
         before, blank, held = 0, True, list[Piece]()  # white space that a document begins with
         for path in self.files[split]:
-            kind = kind_of(path)
-            if kind == "parquet":
-                found = _parquet(path, self.field)
+            if (kind := kind_of(path)) == "txt":
+                found = _text(path, self.documents)
             else:
-                found = _jsonl(path, self.field) if kind == "jsonl" else _text(path, self.documents)
+                found = (_jsonl if kind == "jsonl" else _parquet)(path, self.field)
             for piece in found:
                 held.append(replace(piece, read=before + piece.read))
                 blank = blank and (not piece.text or piece.text.isspace())
@@ -125,9 +124,7 @@ def open_text(location: str | Path, documents: Documents | None = None, field: s
         raise DataError(f"--documents {documents} is for .txt files, but '{location}' has {kinds[0]}: leave it out")
     if field is not None and kinds == ["txt"]:
         raise DataError(f"--field {shown(field)} is for JSON lines and Parquet, but '{location}' has txt: leave it out")
-    splits: dict[str, tuple[Path, ...]] = {
-        split: tuple(files[split]) for split in ("train", "val", "test") if split in files
-    }
+    splits = {split: tuple(files[split]) for split in SPLITS if split in files}
     return TextSource(str(location), splits, documents or "file", field or "text")
 
 
@@ -217,21 +214,17 @@ def _cut(text: str, read: int) -> Iterator[Piece]:
 def _jsonl(path: Path, field: str) -> Iterator[Piece]:
     with _readable(path) as (stored, content):
         for number, line in enumerate(content, start=1):
-            if not line.isspace():
-                text = decode_utf8(line, number)
-                yield from _cut(_field(text, field, f"line {number} of '{path}'"), stored.tell())
-
-
-def _field(line: str, field: str, where: str) -> str:
-    try:
-        record = parse_json(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not a JSON object ({shown(error)}): correct it") from None
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        names = ", ".join(map(str, record)) if isinstance(record, dict) else "no fields"
-        raise DataError(f"{where} has no text in a field '{shown(field)}' ({shown(names)}): name another with --field")
-    text: str = record[field]
-    return text
+            if line.isspace():
+                continue
+            where, text = f"line {number} of '{path}'", decode_utf8(line, number)
+            try:
+                record = parse_json(text)
+            except ValueError as error:
+                raise DataError(f"{where} is not a JSON object ({shown(error)}): correct it") from None
+            if not isinstance(record, dict) or not isinstance(record.get(field), str):
+                names = shown(", ".join(map(str, record)) if isinstance(record, dict) else "no fields")
+                raise DataError(f"{where} has no text in a field '{shown(field)}' ({names}): name another with --field")
+            yield from _cut(record[field], stored.tell())
 
 
 def _parquet(path: Path, field: str) -> Iterator[Piece]:

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage
-from vitpar.data.shards.manifest import TOKENS, Manifest, SplitEntry
+from vitpar.data.shards.manifest import TOKENS, Manifest, Specials, SplitEntry, TextSection
 from vitpar.data.shards.shard_set import DAMAGED, ShardSet
-from vitpar.data.text.section import Specials, TextSection
 from vitpar.data.text.tokenizer import Tokenizer, load_tokenizer
 from vitpar.errors import DataError
 from vitpar.object_store import ObjectPath
@@ -61,10 +60,7 @@ class TextSet(ShardSet):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer that the text was packed with.
-
-        Raises DataError if its file is missing or was changed.
-        """
+        """Tokenizer that the text was packed with. Raises DataError if its file is missing or was changed."""
         name = self.text.tokenizer_file
         return load_tokenizer(None if name is None else self.folder / name, self.text.tokenizer_sha256)
 
@@ -86,10 +82,7 @@ class TextSet(ShardSet):
         return f"{self.files[self._shard[i]].name}/sequence {i}"
 
     def decode(self, i: int) -> str:
-        """Return the text of sequence `i`.
-
-        Raises DataError as `ids` does.
-        """
+        """Return the text of sequence `i`. Raises DataError as `ids` does."""
         return self.tokenizer.decode(self.ids(i).tolist())
 
     def read_batch(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -115,8 +108,7 @@ class TextSet(ShardSet):
             raise DataError(self.complaint(int(owners[flat.argmax()]), error)) from None
         ids = np.full((len(samples), self.tokens), self.specials.padding, np.int64)
         ids[np.arange(self.tokens) < lengths[:, None]] = flat
-        back = np.empty_like(stored)
-        back[stored] = np.arange(len(stored))
+        back = np.argsort(stored)
         return ids[back], lengths[back]
 
     def _spans(self, samples: NDArray[np.int64]) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitpar.data.text.section import MAX_VOCABULARY, Specials
+from vitpar.data.shards.manifest import MAX_VOCABULARY, Specials
 from vitpar.errors import DataError
 from vitpar.io import read_bytes, read_text
 from vitpar.limits import MAX_JSON_BYTES
@@ -262,6 +262,4 @@ def _specials(vocabulary: Mapping[str, int], added: Mapping[int, str]) -> Specia
 
 
 def _mask(size: int, numbers: Sequence[int]) -> NDArray[np.bool_]:
-    mask = np.zeros(size, bool)
-    mask[list(numbers)] = True
-    return mask
+    return np.isin(np.arange(size), numbers)

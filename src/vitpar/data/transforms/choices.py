@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,16 +96,14 @@ def draw_changes(transform: TrainTransform, draws: Draws) -> Work:
     """Draw what follows a crop, from the same streams: the policy, the jitter of colours, and random erasing."""
     work: Work = []
     policy = transform.policy.steps(draws, transform.size) if transform.policy else ()
-    for steps in (policy, _jitter(transform, draws)):
-        for step in steps:
-            groups: dict[str, list[tuple[Numbers, NDArray[Any]]]] = {}
-            for name, (rows, values) in step.items():
-                if not len(rows):
-                    continue
+    for step in chain(policy, _jitter(transform, draws)):
+        groups: dict[str, list[tuple[Numbers, NDArray[Any]]]] = {}
+        for name, (rows, values) in step.items():
+            if len(rows):
                 change, numbers = arguments(name, values, transform.size)
                 groups.setdefault(change, []).append((rows, numbers))
-            for change, parts in groups.items():
-                work.append((change, tuple(np.concatenate(one) for one in zip(*parts, strict=True))))
+        for change, parts in groups.items():
+            work.append((change, tuple(map(np.concatenate, zip(*parts, strict=True)))))
     erased = _erased(transform, draws)
     return [*work, ("erase", tuple(erased))] if erased.size else work
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitpar.data.transforms import Interpolation
 from vitpar.data.transforms.choices import Work
-from vitpar.data.transforms.names import Interpolation
 from vitpar.data.transforms.operations import CHANGES
 
 _WORD = 8  # bytes of a number

@@ -52,23 +52,10 @@ def arguments(name: str, values: NDArray[Any], side: int) -> tuple[str, NDArray[
             return "across", matrices[:, :3]
         return ("down", matrices[:, 3:]) if (matrices[:, :3] == (1, 0, 0)).all() else ("affine", matrices)
     if operation.table is not None:
-        return "table", np.stack([_table(name, value) for value in values.tolist()])
+        return "table", operation.table(values).astype(np.uint8)
     if name == "GaussianBlur":
         return name, np.stack([_taps(sigma) for sigma in values.tolist()])
     return name, values.astype(np.float64)
-
-
-@cache
-def _table(name: str, value: int) -> NDArray[np.uint8]:
-    table = OPERATIONS[name].table
-    assert table is not None, name
-    return np.array(table(value), np.uint8)
-
-
-def _looked_up(images: Tensor, tables: Tensor) -> Tensor:
-    """Replace grey levels by those in a table for each image, uint8 [k, 256], or for each channel, [3 k, 256]."""
-    flat = images.reshape(len(tables), -1)
-    return tables.gather(1, flat.long()).view(images.shape)
 
 
 def _transformed(transform: TrainTransform, images: Tensor, matrices: Tensor) -> Tensor:
@@ -275,20 +262,16 @@ def _noise(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
     return torch.tensor(levels, dtype=torch.float64).round().clamp(0, 255).to(device, torch.uint8)
 
 
-def _alone(change: Callable[[Tensor, Tensor], Tensor]) -> Change:
-    """Return a change that does not depend on the transform."""
-    return lambda transform, images, values: change(images, values)
-
-
 CHANGES: dict[str, Change] = {
     "affine": _transformed,
     "across": partial(_moved, dim=3),
     "down": partial(_moved, dim=2),
     "erase": _erased,
-    **{
-        name: _alone(change)
+    **{  # those that do not depend on the transform
+        name: lambda _, images, values, change=change: change(images, values)
         for name, change in {
-            "table": _looked_up,
+            # A table of 256 grey levels for each image.
+            "table": lambda images, tables: tables.gather(1, images.flatten(1).long()).view(images.shape),
             "AutoContrast": _auto_contrast,
             "Equalize": _equalized,
             "Color": lambda images, factors: _blended(grey(images), images, factors),

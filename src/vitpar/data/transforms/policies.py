@@ -37,23 +37,9 @@ _MAX_OPERATIONS = 64
 _DEGREES, _SHEAR, _TRANSLATION = 30.0, 0.3, 0.45
 
 
-@dataclass(frozen=True)
-class Context:
-    """Random numbers for the arguments of many images' operations, and how levels are read."""
-
-    draws: Draws
-    """Random numbers of the images."""
-    increasing: bool = False
-    """Whether a higher level is always a stronger change."""
-
-    def signed(self, value: Any) -> Any:
-        """Return each value or its negative, with equal probability."""
-        return np.where(self.draws.uniform() < 0.5, value, -value)
-
-
-Argument = Callable[[Any, Context, int], Any]
-"""Function from levels from 0 to HIGHEST, one for each image or one for all, and the side of the images in pixels, to
-the arguments of an operation. It draws random numbers where the operation does."""
+Argument = Callable[[Any, Draws, bool, int], Any]
+"""Function from levels from 0 to HIGHEST, one for each image or one for all, to the arguments of an operation. It also
+takes random numbers of the images, whether a higher level is always a stronger change, and the side of the images."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +51,8 @@ class Operation:
     matrix: Callable[[Any, int], Sequence[float]] | None = None
     """Affine matrix by argument and side of the image, from pixels of the result to those of the image: a, b, c, d, e,
     f of (a x + b y + c, d x + e y + f). None if the operation is not affine."""
-    table: Callable[[Any], Sequence[int]] | None = None
-    """Table from old to new grey levels by argument; None if the operation is not such a table."""
+    table: Callable[[Any], NDArray[np.int64]] | None = None
+    """Tables from old to new grey levels by arguments, [..., 256]; None if the operation is not such a table."""
 
 
 def _moved(place: int, most: float, of_side: bool = False) -> Operation:
@@ -80,10 +66,15 @@ def _moved(place: int, most: float, of_side: bool = False) -> Operation:
         numbers[place] = value
         return numbers
 
-    def argument(level: Any, context: Context, side: int) -> Any:
-        return context.signed(level / HIGHEST * most) * (side if of_side else 1)
+    def argument(level: Any, draws: Draws, _: bool, side: int) -> Any:
+        return _signed(draws, level / HIGHEST * most) * (side if of_side else 1)
 
     return Operation(argument, matrix)
+
+
+def _signed(draws: Draws, value: Any) -> Any:
+    """Return each value or its negative, with equal probability."""
+    return np.where(draws.uniform() < 0.5, value, -value)
 
 
 def _rotation(degrees: Any, side: int) -> list[float]:
@@ -94,17 +85,20 @@ def _rotation(degrees: Any, side: int) -> list[float]:
     return [cos, sin, cos * -x + sin * -y + 0.0 + x, down, cos, down * -x + cos * -y + 0.0 + y]
 
 
-def _kept(bits: Any) -> list[int]:
-    """Return the table that keeps the upper bits of each grey level."""
-    return [value & (0xFF << (8 - bits) & 0xFF) for value in range(256)]
+_LEVELS = np.arange(256)
 
 
-def _solarized(threshold: Any) -> list[int]:
-    return [value if value < threshold else 255 - value for value in range(256)]
+def _kept(bits: Any) -> NDArray[np.int64]:
+    """Return the tables that keep the upper bits of each grey level."""
+    return _LEVELS & (0xFF << (8 - np.asarray(bits)[..., None]))
 
 
-def _added(number: Any) -> list[int]:
-    return [min(255, value + number) if value < 128 else value for value in range(256)]
+def _solarized(threshold: Any) -> NDArray[np.int64]:
+    return np.where(np.asarray(threshold)[..., None] > _LEVELS, _LEVELS, 255 - _LEVELS)
+
+
+def _added(number: Any) -> NDArray[np.int64]:
+    return np.where(_LEVELS < 128, np.minimum(255, _LEVELS + np.asarray(number)[..., None]), _LEVELS)
 
 
 def _whole(value: Any) -> Any:
@@ -112,26 +106,26 @@ def _whole(value: Any) -> Any:
     return np.asarray(value).astype(np.int64)
 
 
-def _bits(level: Any, context: Context, _: int) -> Any:
+def _bits(level: Any, _: Draws, increasing: bool, __: int) -> Any:
     """Return 0 to 4 bits, as RandAugment's reference code does; with `increasing`, 4 down to 0."""
     bits = _whole(level / HIGHEST * 4)
-    return 4 - bits if context.increasing else bits
+    return 4 - bits if increasing else bits
 
 
-def _original_bits(level: Any, context: Context, _: int) -> Any:
+def _original_bits(level: Any, _: Draws, increasing: bool, __: int) -> Any:
     """Return 4 to 8 bits, as timm's AutoAugment does; with `increasing`, 8 to 4, as torchvision's."""
     part = level / HIGHEST * 4
-    return 8 - np.rint(part).astype(np.int64) if context.increasing else 4 + _whole(part)
+    return 8 - np.rint(part).astype(np.int64) if increasing else 4 + _whole(part)
 
 
-def _threshold(level: Any, context: Context, _: int) -> Any:
+def _threshold(level: Any, _: Draws, increasing: bool, __: int) -> Any:
     threshold = _whole(level / HIGHEST * 256)
-    return 256 - threshold if context.increasing else threshold
+    return 256 - threshold if increasing else threshold
 
 
-def _factor(level: Any, context: Context, _: int) -> Any:
+def _factor(level: Any, draws: Draws, increasing: bool, _: int) -> Any:
     part = level / HIGHEST
-    return np.maximum(1 + context.signed(0.9 * part), 0.1) if context.increasing else 0.1 + 1.8 * part
+    return np.maximum(1 + _signed(draws, 0.9 * part), 0.1) if increasing else 0.1 + 1.8 * part
 
 
 def _nothing(*_: Any) -> int:
@@ -145,7 +139,7 @@ OPERATIONS: dict[str, Operation] = {
     "AutoContrast": Operation(_nothing),
     "Equalize": Operation(_nothing),
     "Invert": Operation(_nothing, table=_solarized),
-    "Rotate": Operation(lambda level, context, _: context.signed(level / HIGHEST * _DEGREES), _rotation),
+    "Rotate": Operation(lambda level, draws, *_: _signed(draws, level / HIGHEST * _DEGREES), _rotation),
     "Posterize": Operation(_bits, table=_kept),
     "PosterizeOriginal": Operation(_original_bits, table=_kept),
     "Solarize": Operation(_threshold, table=_solarized),
@@ -159,7 +153,7 @@ OPERATIONS: dict[str, Operation] = {
     "TranslateX": _moved(2, _TRANSLATION, of_side=True),
     "TranslateY": _moved(5, _TRANSLATION, of_side=True),
     "Grayscale": Operation(_nothing),
-    "GaussianBlur": Operation(lambda level, context, _: context.draws.uniform(0.1, LARGEST_BLUR)),
+    "GaussianBlur": Operation(lambda _, draws, *__: draws.uniform(0.1, LARGEST_BLUR)),
 }
 
 _RANDOM = tuple(name for name in OPERATIONS if name not in ("PosterizeOriginal", "Grayscale", "GaussianBlur"))
@@ -273,7 +267,7 @@ def _by_name(
     for name in np.unique(names).tolist():
         here = names == name
         chosen = rows[here]
-        argument = OPERATIONS[name].argument(levels[here], Context(draws.of(chosen), increasing), side)
+        argument = OPERATIONS[name].argument(levels[here], draws.of(chosen), increasing, side)
         step[name] = chosen, np.broadcast_to(argument, len(chosen))
     return step
 
@@ -302,10 +296,7 @@ _PARTS = {"m": "magnitude", "n": "operations", "mstd": "deviation", "p": "probab
 
 
 def parse_policy(text: str) -> Policy:
-    """Return the policy that `text` names.
-
-    Raises RecipeError for an unknown name.
-    """
+    """Return the policy that `text` names. Raises RecipeError for an unknown name."""
     if text in _NAMED:
         return _NAMED[text]
     kind, *parts = text.split("-")

@@ -21,9 +21,9 @@ from PIL import Image
 from torch import Tensor
 
 from vitpar.data.randomness import Draws
+from vitpar.data.transforms import DEVICE_KERNELS, CropMode, Interpolation
 from vitpar.data.transforms.choices import Work, draw_changes, draw_crops
 from vitpar.data.transforms.drawn import DrawnBatch
-from vitpar.data.transforms.names import DEVICE_KERNELS, CropMode, Interpolation
 from vitpar.data.transforms.operations import fill_colour
 from vitpar.data.transforms.policies import Policy
 from vitpar.errors import RecipeError
@@ -178,10 +178,7 @@ class EvalTransform:
             )
 
     def __call__(self, image: NDArray[np.uint8]) -> Tensor:
-        """Return the resized and cropped image, uint8 [3, size, size].
-
-        image: uint8 [height, width, 3].
-        """
+        """Return the resized and cropped image, uint8 [3, size, size]. image: uint8 [height, width, 3]."""
         height, width, _ = image.shape
         short = math.floor(self.size / self.crop_pct)
         longest = min(height, width) * max(2, MAX_DECODED_BYTES // (3 * short**2))
@@ -189,11 +186,19 @@ class EvalTransform:
             top, left = max(0, height - longest) // 2, max(0, width - longest) // 2
             image = image[top : top + longest, left : left + longest]
             height, width, _ = image.shape
-        pixels = resize(image, *self._resized(height, width, short), self.interpolation)
+        if self.crop_mode == "squash":
+            sides = short, short
+        elif self.crop_mode == "border":
+            ratio = max(height, width) / short
+            sides = max(1, round(height / ratio)), max(1, round(width / ratio))
+        else:  # the longer side is rounded down, as torchvision does
+            shorter = min(height, width)
+            sides = short * height // shorter, short * width // shorter
+        pixels = resize(image, *sides, self.interpolation)
         if self.crop_mode == "border":
-            sides = [max(self.size, side) for side in pixels.shape[1:]]
-            above, before = ((whole - side) // 2 for whole, side in zip(sides, pixels.shape[1:], strict=True))
-            pixels = torch.from_numpy(_pasted(fill_colour(self.mean), sides, pixels.numpy(), above, before))
+            whole = [max(self.size, side) for side in sides]
+            above, before = ((one - side) // 2 for one, side in zip(whole, sides, strict=True))
+            pixels = torch.from_numpy(_pasted(fill_colour(self.mean), whole, pixels.numpy(), above, before))
         # Python's `round` rounds halves to even numbers, as torchvision does.
         top, left = (round((side - self.size) / 2) for side in pixels.shape[1:])
         return pixels[:, top : top + self.size, left : left + self.size]
@@ -213,17 +218,6 @@ class EvalTransform:
     def stored(self, samples: NDArray[np.int64], draws: Draws, height: int, width: int) -> Work:
         """Return how images that are stored as this transform makes them are taken, by their numbers."""
         return [("take", (samples,))]
-
-    def _resized(self, height: int, width: int, target: int) -> tuple[int, int]:
-        """Return the height and width before the crop of an image of `height` and `width`."""
-        if self.crop_mode == "squash":
-            return target, target
-        if self.crop_mode == "border":
-            ratio = max(height, width) / target
-            return max(1, round(height / ratio)), max(1, round(width / ratio))
-        # The longer side is rounded down, as torchvision does.
-        shorter = min(height, width)
-        return target * height // shorter, target * width // shorter
 
 
 def _pasted(

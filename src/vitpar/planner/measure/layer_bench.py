@@ -26,7 +26,7 @@ from vitpar.strategy import output_layout, parse, token_layout, validate
 from vitpar.strategy.layout import image_layout, row_parts
 from vitpar.strategy.validate import unsplittable
 from vitpar.tasks.mae import MAE
-from vitpar.tasks.mlm import MaskedLanguage
+from vitpar.tasks.text import MaskedLanguage
 
 
 @contextmanager

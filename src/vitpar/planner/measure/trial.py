@@ -15,7 +15,7 @@ from vitpar.parallel.precision import resolve_precision
 from vitpar.planner.cost.pipeline import idle_share
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan, batch_arithmetic
-from vitpar.tasks.input_rate import input_rate
+from vitpar.tasks.inputs import input_rate
 from vitpar.text import rough_duration
 
 MOST_FLOPS = {"cpu": 1e10, "cuda": 1e12}

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from vitpar.data.transforms.names import CropMode, Interpolation
+from vitpar.data.transforms import CropMode, Interpolation
 from vitpar.limits import MAX_BATCH_SIZE, MAX_CLASSES, MAX_IMAGE_SIZE
 from vitpar.recipe.sections.base import Section
 

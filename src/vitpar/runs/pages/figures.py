@@ -305,15 +305,13 @@ def sweep(title: str, series: Sequence[Series], ticks: Sequence[str], axes: tupl
         "yaxis": {"title": {"text": axes[1]}, **vertical},
         "hovermode": "x unified",
     }
-    rows = [[one.name, *("" if value is None else _digits(value) for value in one.values)] for one in series]
+    rows = []
+    for one in series:  # with 4 digits or more, without an exponent
+        cells = ("" if x is None else f"{x:,.0f}" if x >= 1000 else f"{x:.4g}" for x in one.values)
+        rows.append([one.name, *cells])
     keys = [series_key(one.name, number) for number, one in enumerate(series)]
     keys += [BANDS] if any(any(one.bands) for one in series) else []
     return Figure(title, {"traces": traces, "layout": layout}, ["", *ticks], rows, [note], keys, 300)
-
-
-def _digits(value: float) -> str:
-    """Return a number with 4 digits or more, without an exponent."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def band(values: Sequence[float | None], shares: Sequence[float], colour: str) -> dict[str, Any]:

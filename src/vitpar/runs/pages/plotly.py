@@ -65,10 +65,7 @@ class Figure:
 
 
 class Charts:
-    """Charts of a page, and what its script needs to draw them.
-
-    more: data besides those of the charts.
-    """
+    """Charts of a page, and what its script needs to draw them. more: data besides those of the charts."""
 
     def __init__(self, **more: Any) -> None:
         self._more = more
@@ -119,10 +116,7 @@ def _block(name: str, content: str) -> str:
 
 @cache
 def library() -> str:
-    """Return the text of Plotly's script.
-
-    Raises DataError if Plotly is not installed.
-    """
+    """Return the text of Plotly's script. Raises DataError if Plotly is not installed."""
     spec = find_spec("plotly")
     if spec is None or not spec.origin:
         raise DataError("charts need Plotly, which is not installed: pip install -e '.[report]'")

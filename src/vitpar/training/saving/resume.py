@@ -12,7 +12,7 @@ from typing import Any
 
 from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE
-from vitpar.data.classes import NamedClasses
+from vitpar.data.stream.stream_set import ImageSet
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.tasks import Task
@@ -193,7 +193,7 @@ def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
 
 
 def allowed_changes(
-    checkpoint: Checkpoint, recipe: Recipe, task: Task, data: NamedClasses, allowed: Collection[str]
+    checkpoint: Checkpoint, recipe: Recipe, task: Task, data: ImageSet, allowed: Collection[str]
 ) -> dict[str, str]:
     """Return the settings, and perhaps `data`, in which `recipe` differs from `checkpoint`, with each change in words.
 

@@ -5,7 +5,7 @@ from collections import Counter
 from helpers.paths import ROOT
 
 MOST = {
-    "cli": 6_203,
+    "cli": 6_202,
     "experiments": 9_310,
     "src/vitpar": 1_687,
     "src/vitpar/bench": 648,
@@ -21,7 +21,7 @@ MOST = {
     "src/vitpar/runs": 2_937,
     "src/vitpar/strategy": 2_691,
     "src/vitpar/tasks": 3_092,
-    "src/vitpar/training": 6_871,
+    "src/vitpar/training": 6_678,
     "src/vitpar/weights": 2_192,
     "tests": 39_593,
 }

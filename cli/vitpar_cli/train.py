@@ -134,7 +134,7 @@ def _train(device: "torch.device", run: Prepared, as_json: bool, quiet: bool, co
     if dist.get_rank() == 0:
         world = find_world()
         warning = memory_warning(*facts, world.local_size if world else 1)
-        run = replace(run, notes=[*run.notes, warning] if warning else run.notes)
+        run = replace(run, warnings=[*run.warnings, warning] if warning else run.warnings)
     with explain_memory(*facts), closing(reporter), Watchdog(run.recipe.faults.hang_minutes) as watchdog:
         trainer = Trainer(run, device, reporter=reporter, command=command, watchdog=watchdog)
         summary = trainer.run()

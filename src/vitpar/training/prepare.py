@@ -70,10 +70,8 @@ class Prepared:
     """Validation set; None if the data have none."""
     device_type: Device = "cpu"
     """Kind of device that the ranks compute on."""
-    because: str | None = None
-    """Reason for the plan, as one sentence; None if it is the one that the recipe asks for first."""
-    searched: bool = False
-    """Whether the plan was searched. The reason is then a message, else a warning."""
+    reason: str | None = None
+    """Reason for a plan that was searched, as one sentence; None for another one."""
     run_dir: Path | None = None
     """Folder of the run; None for a new one under runs/."""
     resume: Path | None = None
@@ -81,22 +79,12 @@ class Prepared:
     starts from the beginning."""
     allow_change: Sequence[str] = ()
     """Settings that may differ from those of the checkpoint (``vitpar.training.saving.resume``)."""
-    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     """Further warnings to print at the start."""
     hints: Sequence[str] = ()
     """Further messages to print at the start."""
     origin: SettingsOrigin = field(default_factory=SettingsOrigin)
     """Origin of settings, for the header."""
-
-    @property
-    def messages(self) -> list[str]:
-        """Messages to print at the start."""
-        return [*([self.because] if self.because and self.searched else []), *self.hints]
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings to print at the start."""
-        return [*([self.because] if self.because and not self.searched else []), *self.notes]
 
 
 Choose = Callable[[Recipe, ModelConfig, Device, Path | None], Chosen]
@@ -137,8 +125,8 @@ def prepare(
     refuse_missing(recipe.track.trackers)
     device_type = choose_device(device)
     automatic = recipe.train.precision == "auto"
-    if source.recipe is not None:  # a resumed run keeps its precision
-        recipe = recipe.with_precision(read_recipe(source.recipe).train.precision)
+    if source.before is not None:  # a resumed run keeps its precision
+        recipe = recipe.with_precision(source.before.train.precision)
     recipe = on_device(recipe, device_type)
     train_set, val_set = open_data(recipe, merged.opened)
     if val_set is None and recipe.checkpoint.keep_best:
@@ -153,7 +141,9 @@ def prepare(
         check_images(recipe, config.image_size, train_set)
     Schedules.of(recipe, len(train_set), config)  # refuses what does not fit the length of the run or the model
     refuse_huge_batch(recipe, config)
-    recipe = _with_teacher(recipe, fetch)
+    if recipe.distill.teacher is not None:  # a run or a name on the hub becomes the folder of its weights
+        teacher = {"teacher": str(weights_folder(fetch(Path(recipe.distill.teacher))))}
+        recipe = recipe.model_copy(update={"distill": recipe.distill.model_copy(update=teacher)})
     searched = recipe.parallel.mesh == AUTO
     chosen = choose(recipe, config, device_type, source.recipe)
     recipe, idle = without_idle(recipe, chosen.plan)
@@ -179,6 +169,12 @@ def prepare(
     resuming = run_dir is not None and source.source is not None and same_run(run_dir, source.source)
     check_run_folder(run_dir, resuming)
     refuse_used(recipe.checkpoint.copy_to, resuming and not source.begins)
+    warnings = [*([chosen.because] if chosen.because and not searched else []), *idle]
+    copied = source.before and source.before.checkpoint.copy_to
+    if copied is not None and recipe.checkpoint.copy_to is None:  # by the recipe that came with the run alone
+        warnings.append(
+            f"checkpoints are no longer copied to '{copied}': to go on, add --set checkpoint.copy_to={copied}"
+        )
     return Prepared(
         recipe=recipe,
         config=config,
@@ -187,31 +183,14 @@ def prepare(
         train_set=train_set,
         val_set=val_set,
         device_type=device_type,
-        because=chosen.because,
-        searched=searched,
+        reason=chosen.because if searched else None,
         run_dir=run_dir,
         resume=source.source,
         allow_change=tuple(allow_change),
-        notes=[*idle, *_no_copies(recipe, source)],
+        warnings=warnings,
         hints=hints,
         origin=SettingsOrigin(merged.samples, automatic),
     )
-
-
-def _no_copies(recipe: Recipe, source: Resumed) -> list[str]:
-    """Return a warning if only the recipe that came with the run to resume copies it (``without_commands``)."""
-    before = None if source.recipe is None else read_recipe(source.recipe).checkpoint.copy_to
-    if before is None or recipe.checkpoint.copy_to is not None:
-        return []
-    return [f"checkpoints are no longer copied to '{before}': to go on, add --set checkpoint.copy_to={before}"]
-
-
-def _with_teacher(recipe: Recipe, fetch: Callable[[Path], Path]) -> Recipe:
-    """Return the recipe with the folder of its teacher's weights in place of a run or a name on the hub."""
-    if recipe.distill.teacher is None:
-        return recipe
-    folder = weights_folder(fetch(Path(recipe.distill.teacher)))
-    return recipe.model_copy(update={"distill": recipe.distill.model_copy(update={"teacher": str(folder)})})
 
 
 def refuse_misfits(
@@ -287,8 +266,8 @@ def _recipe(request: Recipe | RecipeRequest, source: Resumed, fetch: Callable[[P
         request, came = with_weights(request, fetch)
         if came:
             foreign, without = True, OF_ANOTHER_RUN
-    elif weights is not None and hub_name(str(weights)) and source.recipe is not None:
-        request |= {"model.weights": read_recipe(source.recipe).model.weights}  # they are in the checkpoint
+    elif weights is not None and hub_name(str(weights)) and source.before is not None:
+        request |= {"model.weights": source.before.model.weights}  # they are in the checkpoint
     merged = request.read_with_defaults(without)
     return replace(merged, recipe=request.without_commands(merged.recipe)) if foreign else merged
 

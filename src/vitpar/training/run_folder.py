@@ -75,6 +75,8 @@ class RunFolder:
     """Content of env.json, from `begin` on."""
     texts: dict[str, str]
     """Text of recipe.toml, plan.json and env.json by name, from `begin` on."""
+    step: int
+    """Step of the newest row of metrics.jsonl, from `begin` on; first that after which the run resumes, or 0."""
     logged = 0
     """Last step in metrics.jsonl when the run began to write; the run may repeat some of those steps."""
 
@@ -134,7 +136,7 @@ class RunFolder:
             self.logged = max((step for step, _ in lines), default=0)
             write_text(metrics, "".join(line for step, line in lines if step <= after))
         self._metrics = metrics.open("a")
-        self._step, self._start = after, dict(start)
+        self.step, self._start = after, dict(start)
         self.event("start", **start)
         for event, fields in self._early:
             self.event(event, **fields)
@@ -202,7 +204,7 @@ class RunFolder:
         if self._metrics is None:
             self._early.append((event, fields))
         else:
-            self.metric({"kind": "event", "event": event, "step": self._step, **fields})
+            self.metric({"kind": "event", "event": event, "step": self.step, **fields})
 
     def trained(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append the rows of steps to metrics.jsonl, and a line for each skipped one to log.txt."""
@@ -210,7 +212,7 @@ class RunFolder:
 
         for row in rows:
             self.metric(row)
-            self._step = row["step"]
+            self.step = row["step"]
             if row.get("skipped"):
                 self.log(skip_words(row))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping
 from itertools import chain
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from torch import Tensor
@@ -108,7 +107,9 @@ class TrainStep:
         self._after_gradients(number)
         with phase("norm and clipping"):
             gradients = self.optimizer.gradients()
-            split = self._split(gradients)
+            split = [gradients]  # of each part whose norm is clipped
+            if len(self._parts) > 1:
+                split = [{name: g for name, g in gradients.items() if self._part(name) == one} for one in self._parts]
             each = [shard_norms(part, model) for part in split]
             parts = list(chain.from_iterable(each))
             waits = self._non_finite is not None and self._non_finite.waits
@@ -141,12 +142,6 @@ class TrainStep:
         """Whether the update multiplies the gradients, which it does by one factor."""
         return self.optimizer.one_pass and len(self._parts) == 1
 
-    def _split(self, gradients: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return the gradients of each part whose norm is clipped."""
-        if len(self._parts) == 1:
-            return [gradients]
-        return [{name: g for name, g in gradients.items() if self._part(name) == part} for part in self._parts]
-
 
 class Garbage:
     """Context manager that keeps Python's garbage collector from running in the middle of a step.
@@ -165,16 +160,10 @@ class Garbage:
         gc.disable()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         gc.unfreeze()
         if self._was_on:
             gc.enable()
-
-    def collect(self) -> None:
-        """Collect now."""
-        gc.collect()
 
     def maybe_collect(self, number: int, seconds: float) -> None:
         """Collect after step `number`, if it is time.
@@ -183,5 +172,5 @@ class Garbage:
         """
         # The first steps make most of the objects that are never freed.
         if number >= self._next:
-            self.collect()
+            gc.collect()
             self._next = number + (max(1, int(COLLECT_EVERY_S / seconds)) if seconds else 1)

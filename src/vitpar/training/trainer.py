@@ -1,5 +1,6 @@
 """The training loop, which is the same for every plan and every task."""
 
+import gc
 from contextlib import closing, nullcontext
 from itertools import islice
 from signal import Signals
@@ -37,7 +38,7 @@ class Trainer(OpenRun):
         Returns the summary, on every rank. At SIGTERM, SIGUSR1 or Ctrl-C to any rank, all save a checkpoint and end;
         the summary then says `stopped`.
         """
-        with self.trackers or nullcontext():
+        with self.records or nullcontext():
             self.reporter.started(self.header)
             self.note(self.lr.warning, large_batch_warning(self.recipe, len(self.train_set)))
             log = StepLog(
@@ -86,7 +87,7 @@ class Trainer(OpenRun):
                     last = self.evaluate(number, self.val_set)
                     agenda.evaluated()
                     due.checkpoint |= self.saver.best(number, last.metrics)
-                    garbage.collect()
+                    gc.collect()
                 if due.checkpoint or due.stop:
                     self.saver.save(self.done, self.samples)
                 if due.stop and not due.last:

@@ -15,7 +15,7 @@ from helpers.tracker_files import EventFiles, wandb_history, wandb_records
 from helpers.trained import CPU, STEPS, prepared, recipe_of, train
 from vitpar.errors import RecipeError
 from vitpar.recipe import Recipe, trackers
-from vitpar.training import tracked
+from vitpar.training import recorded
 from vitpar.training.events import Reporter
 from vitpar.training.trainer import Trainer
 
@@ -138,7 +138,7 @@ def test_no_tracker_changes_or_stops_a_run(
     for number, fault in enumerate(FAULTS):
         trackio.misbehave(fault)
         blocks = fault.startswith("block")
-        monkeypatch.setattr(tracked, "FLUSH_S", 0.1 if blocks else 60.0)
+        monkeypatch.setattr(recorded, "FLUSH_S", 0.1 if blocks else 60.0)
         run = tmp_path / f"run{number}"
         notes = trained(tracked_recipe(data, "trackio"), run)
         assert losses_of(run) == losses_of(tmp_path / "none"), fault

@@ -9,8 +9,8 @@ import pytest
 
 from helpers.fake_trackio import FakeTrackio
 from vitpar.training.tracking import tracker
-from vitpar.training.tracking.tracked_run import TrackedRun
 from vitpar.training.tracking.tracker import Tracker
+from vitpar.training.tracking.writers import TrackedRun
 
 LONG = 60.0
 """Seconds that are more than a tracker needs."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE
@@ -20,20 +20,9 @@ from vitpar.weights.classes import read_class_names
 
 FREE = (
     *(f"train.{key}" for key in ("compile", "attention", "activation_memory_budget", "eval_every", "log_every")),
-    *("stream.val", "stream.val_samples", "stream.allow_pipe"),
-    *(
-        "data.path",
-        "data.workers",
-        "data.cache",
-        "data.cache_gb",
-        "parallel.…",
-        "communication.…",
-        "checkpoint.…",
-        "faults.…",
-    ),
-    "track.…",
-    "distill.teacher",
-    "distill.plan",
+    *("stream.val", "stream.val_samples", "stream.allow_pipe", "distill.teacher", "distill.plan"),
+    *("data.path", "data.workers", "data.cache", "data.cache_gb"),
+    *("parallel.…", "communication.…", "checkpoint.…", "faults.…", "track.…"),
 )
 """Settings that do not change the training; ``section.…`` stands for all of a section.
 
@@ -93,6 +82,11 @@ class Resumed:
     recipe: Path | None = None
     """Recipe of the source, for the resumed run if none is named. None if there is none."""
 
+    @cached_property
+    def before(self) -> Recipe | None:
+        """Content of `recipe`. Raises RecipeError."""
+        return None if self.recipe is None else read_recipe(self.recipe)
+
     @property
     def run(self) -> Path | None:
         """Folder of the run that is resumed; None if the source belongs to none."""
@@ -108,13 +102,12 @@ class Resumed:
 
         The named file may have been deleted or changed since.
         """
-        if self.recipe is None:
+        if self.recipe is None or self.before is None:
             return None
-        parallel = read_recipe(self.recipe).parallel
+        parallel = self.before.parallel
         # With fallback meshes the saved plan may be that of a fallback, so the named file is needed.
-        if not parallel.mesh.endswith(".json") or parallel.fallback_meshes:
-            return None
-        return str(self.recipe.with_name(PLAN))
+        named = parallel.mesh.endswith(".json") and not parallel.fallback_meshes
+        return str(self.recipe.with_name(PLAN)) if named else None
 
 
 def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
@@ -153,9 +146,9 @@ def counting_images(recipe: Recipe, source: Resumed) -> Recipe:
 
     Lengths in steps, `train.steps` and `lr_schedule.warmup`, are converted unless they were changed too.
     """
-    if source.begins or source.recipe is None:
+    before = source.before
+    if source.begins or before is None:
         return recipe
-    before = read_recipe(source.recipe)
     after = before.with_batch_size(recipe.train.batch_size)
     steps, warmup = recipe.train.steps, recipe.lr_schedule.warmup
     if steps == before.train.steps:
@@ -256,14 +249,11 @@ def differences(before: Recipe, after: Recipe) -> dict[str, str]:
     """Return the settings in which two recipes differ, by key, with a description of each change."""
     old, new = before.flat(), after.flat()
     different = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return {key: f"{key} was {_shown(old.get(key))} and is {_shown(new.get(key))}" for key in different}
+    words = {key: ["not set" if side.get(key) is None else side[key] for side in (old, new)] for key in different}
+    return {key: f"{key} was {was} and is {now}" for key, (was, now) in words.items()}
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, str]:
     """Return the `differences` of two recipes that would train differently."""
     every = differences(before, after).items()
     return {key: words for key, words in every if key not in FREE and f"{key.partition('.')[0]}.…" not in FREE}
-
-
-def _shown(value: Any) -> str:
-    return "not set" if value is None else str(value)

@@ -9,8 +9,7 @@ from queue import Full, Queue
 from threading import Thread, enumerate
 
 from vitpar.text import printable, shown
-from vitpar.training.tracking.tracked_run import TrackedRun
-from vitpar.training.tracking.writers import WRITERS
+from vitpar.training.tracking.writers import WRITERS, TrackedRun
 
 CAPACITY = 2_000
 """Rows that wait for a tracker at most."""

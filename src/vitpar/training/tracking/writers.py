@@ -5,14 +5,51 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
-
-from vitpar.training.tracking.tracked_run import TrackedRun
+from typing import Any, Protocol
 
 FLUSH_S = 5
 """Seconds after which TensorBoard's file has what was logged."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Facts about a run that trackers log before the first step."""
+
+    folder: str
+    """Absolute path of the run's folder."""
+    id: str
+    """Identifier of the run for trackers that need one; a resumed run keeps it."""
+    name: str
+    """Name of the run."""
+    project: str
+    """Project that the run belongs to, where a tracker has projects."""
+    online: bool
+    """Whether W&B sends to its server."""
+    done: int
+    """Step after which this process starts; 0 for a new run."""
+    tracked: int
+    """Last step that an earlier process of this run has passed to this tracker; 0 if none has."""
+    resumed: bool
+    """Whether an earlier process of this run has used this tracker."""
+    recipe: Mapping[str, Mapping[str, Any]]
+    """Settings of the recipe, by section and name."""
+    facts: Mapping[str, Any]
+    """Model, data, plan and hardware."""
+    texts: Mapping[str, str]
+    """Files of the run by name, for trackers that show text."""
+
+    @property
+    def hyper_parameters(self) -> dict[str, str | bool | int | float]:
+        """Settings of the recipe by dotted key. Lists become text, and settings that are not set are left out."""
+        flat = {f"{section}.{key}": value for section, values in self.recipe.items() for key, value in values.items()}
+        return {
+            key: value if isinstance(value, str | bool | int | float) else str(value)
+            for key, value in flat.items()
+            if value is not None
+        }
 
 
 class TrackerWriter(Protocol):
@@ -32,7 +69,7 @@ class TrackerWriter(Protocol):
         """Write what is left and end the run."""
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(TrackerWriter):
     """Writer of event files to the folder `tensorboard` of the run.
 
     A resumed run writes a further file. It makes readers drop the steps that the run repeats.
@@ -53,16 +90,14 @@ class TensorBoardWriter:
             self._writer.add_text(name, f"```\n{text}\n```", run.done)
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """Log numbers as scalars."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step, time)
 
     def close(self, failed: bool) -> None:
-        """Flush and close the file."""
         self._writer.close()
 
 
-class WandbWriter:
+class WandbWriter(TrackerWriter):
     """Writer to W&B: to the folder `wandb` of the run and, if the recipe says online, to its server.
 
     Steps that an earlier process has logged are left out, since W&B cannot replace them.
@@ -88,17 +123,15 @@ class WandbWriter:
         )
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """Log numbers."""
         if step > self._tracked:
             self._run.log(dict(values), step=step)
 
     def close(self, failed: bool) -> None:
-        """Send or write what is left."""
         self._run.finish(exit_code=1 if failed else 0)
         self._wandb.teardown()  # its process may still write the file of an offline run when `finish` returns
 
 
-class TrackioWriter:
+class TrackioWriter(TrackerWriter):
     """Writer to trackio's database on this machine.
 
     Steps that an earlier process has logged are left out, since trackio cannot replace them.
@@ -125,12 +158,10 @@ class TrackioWriter:
         )
 
     def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """Log numbers."""
         if step > self._tracked:
             self._trackio.log(dict(values), step=step)
 
     def close(self, failed: bool) -> None:
-        """Write what is left."""
         self._trackio.finish()
 
 

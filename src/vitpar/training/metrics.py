@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from vitpar.io import parse_toml
 from vitpar.launch.world_group import all_reduce_
@@ -23,7 +22,6 @@ from vitpar.models.derived import with_frozen
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import PRECISIONS
 from vitpar.tasks import Metric
-from vitpar.training.device_load import device_load
 
 if TYPE_CHECKING:
     from vitpar.data.loader import Batch
@@ -182,7 +180,9 @@ class StepLog:
         the peak memory of each rank; and what rows say about GPUs.
         """
         losses = torch.stack([step.done.loss for step in self._pending]).double()
-        steps = torch.cat([losses[:, None], torch.stack([self._sums(step) for step in self._pending])], dim=1)
+        unknown = losses.new_zeros(1 + len(self._metrics))
+        sums = [unknown if step.done.measured is None else step.done.measured for step in self._pending]
+        steps = torch.cat([losses[:, None], torch.stack(sums)], dim=1)
         signals = [step.done.signals for step in self._pending if step.done.signals is not None]
         ranks = torch.zeros(dist.get_world_size() + 3, dtype=torch.float64)
         ranks[dist.get_rank()] = memory_bytes(self._model.device)
@@ -196,12 +196,6 @@ class StepLog:
         gpus = {"gpu_utilization": round(used / known, 4), "gpu_watts": round(watts, 1)} if known else {}
         by_step = steps.view(len(self._pending), -1).tolist()
         return by_step, [part.view(3, -1).tolist() for part in signals], list(map(int, memory)), gpus
-
-    def _sums(self, step: _Step) -> Tensor:
-        """Return this rank's number of counted samples, then the sum of each metric."""
-        if step.done.measured is not None:
-            return step.done.measured
-        return torch.zeros(1 + len(self._metrics), dtype=torch.float64, device=self._model.device)
 
     def _means(self, samples: float, sums: Sequence[float]) -> dict[str, float]:
         """Return the metrics of a step; none if no sample counts, as where all images are mixed."""
@@ -259,3 +253,24 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def device_load(device: torch.device) -> tuple[float, float] | None:
+    """Return the share of the last second or less in which a kernel ran on `device`, and its power in watts.
+
+    As nvidia-smi shows them. None for a CPU, and where NVML does not report them. Takes about a millisecond.
+    """
+    if device.type != "cuda" or not _answers(device):
+        return None
+    return torch.cuda.utilization(device) / 100, torch.cuda.power_draw(device) / 1000
+
+
+@cache
+def _answers(device: torch.device) -> bool:
+    """Return whether NVML reports the load of `device`. It needs its package, and rights that containers may lack."""
+    try:
+        torch.cuda.utilization(device)
+        torch.cuda.power_draw(device)
+    except Exception:  # NVML's errors are classes of a package that may be missing
+        return False
+    return True

@@ -49,7 +49,10 @@ class LayerSignals:
         self.names = tuple(groups)
         """Names of the groups."""
         number = {layer: index for index, layers in enumerate(groups.values()) for layer in layers}
-        self._group = {name: number[_layer(name, number)] for name in optimizer.shards}
+        self._group = {}
+        for name in optimizer.shards:
+            first, second = name.split(".", 2)[:2]  # a parameter's name begins with that of its layer
+            self._group[name] = number[first if first in number else f"{first}.{second}"]
         copies = model.config.shared
         shards = {name: shard for name, shard in optimizer.shards.items() if shard.numel() and name not in copies}
         self._shards = list(shards.values())
@@ -109,12 +112,6 @@ class LayerSignals:
             "grad_norms": {self.names[index]: _root(gradients[index]) for index in trained},
             "update_ratios": {self.names[index]: _root(updates[index] / weights[index]) for index in trained},
         }
-
-
-def _layer(parameter: str, layers: Mapping[str, int]) -> str:
-    """Return the layer of a parameter, which is the beginning of its name."""
-    first, second = parameter.split(".", 2)[:2]
-    return first if first in layers else f"{first}.{second}"
 
 
 def _root(square: float) -> float | None:

@@ -22,9 +22,8 @@ from vitpar.parallel.precision import LowPrecisionParams
 from vitpar.sharded import local, mean_sharded_as, sharded_as
 from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.training.optim.adafactor import FACTORS, Adafactor
-from vitpar.training.optim.layerwise import LAMB, LARS
-from vitpar.training.optim.lion import Lion
-from vitpar.training.optim.muon import Matrix, Muon
+from vitpar.training.optim.layerwise import LAMB, LARS, Lion
+from vitpar.training.optim.muon import Muon
 from vitpar.training.optim.one_pass import Alongside, OnePassAdamW, fits
 from vitpar.training.optim.state_memory import state_bytes
 
@@ -102,8 +101,7 @@ class ShardedOptimizer:
         """Return the optimizer state by names such as `exp_avg.<parameter>`.
 
         A value shares memory. It is sharded like the parameter, Adafactor's means except for the dim that they lack; or
-        it is a single number. Empty before the first step or
-        `allocate`.
+        it is a single number. Empty before the first step or `allocate`.
         """
         tensors = {}
         for name, (parameter, shard) in self._pairs.items():
@@ -220,7 +218,9 @@ def _groups(
             assert layers_above is not None, "layer_decay needs the number of layers above a parameter"
             above = layers_above(name)
         members.setdefault((decays(parameter), above, part(name)), []).append(shard)
-    groups = [
+    if not members:  # a rank whose layers are all frozen: torch refuses to have no group
+        members[False, 0, ""] = []
+    return [
         {
             "params": members[decay, above, of],
             "weight_decay": settings.weight_decay if decay else 0.0,
@@ -231,8 +231,6 @@ def _groups(
         }
         for decay, above, of in sorted(members, reverse=True)
     ]
-    # A rank whose layers are all frozen has no parameters, and torch refuses to have no group.
-    return groups or [{"params": [], "weight_decay": 0.0, "wd_scale": 0.0, "lr_scale": 1.0, "part": "", "rate": 1.0}]
 
 
 def _torch_optimizer(
@@ -242,41 +240,34 @@ def _torch_optimizer(
     pairs: _Pairs,
     matrices: Mapping[str, tuple[int, ...]],
 ) -> torch.optim.Optimizer:
-    adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
-    momentum: dict[str, Any] = {"momentum": settings.momentum, "nesterov": settings.nesterov}
-    fused: dict[str, Any] = {"fused": True}
-    # On a rank whose shards do not fit one pass, triton is fused.
-    choices = {
-        "auto": fused,
-        "triton": fused,
-        "fused": fused,
-        "foreach": {"foreach": True},
-        "for-loop": {"foreach": False},
-    }
-    options, lr = choices[implementation], settings.lr
+    adam: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    momentum: dict[str, Any] = {"lr": settings.lr, "momentum": settings.momentum, "nesterov": settings.nesterov}
+    foreach: dict[str, Any] = {"foreach": {"foreach": True}, "for-loop": {"foreach": False}}
+    options = foreach.get(implementation, {"fused": True})  # also on a rank whose shards do not fit one pass
     adapted: dict[Tensor, Tensor] = {shard: parameter for parameter, shard in pairs.values() if decays(parameter)}
     match settings.name:
         case "adamw" if implementation == "triton" and fits(shard for _, shard in pairs.values()):
-            return OnePassAdamW(groups, lr=lr, **adam)
+            return OnePassAdamW(groups, **adam)
         case "adamw":
-            return torch.optim.AdamW(groups, lr=lr, **adam, **options)
+            return torch.optim.AdamW(groups, **adam, **options)
         case "adam":
-            return torch.optim.Adam(groups, lr=lr, **adam, **options)
+            return torch.optim.Adam(groups, **adam, **options)
         case "sgd":
-            return torch.optim.SGD(groups, lr=lr, **momentum, **options)
+            return torch.optim.SGD(groups, **momentum, **options)
         case "lion":
-            return Lion(groups, lr=lr, betas=settings.betas)
+            return Lion(groups, {"lr": settings.lr, "betas": settings.betas})
         case "lamb":
-            return LAMB(groups, adapted, lr=lr, **adam)
+            return LAMB(groups, adapted, adam)
         case "lars":
-            return LARS(groups, adapted, lr=lr, **momentum, trust_coefficient=settings.trust_coefficient)
+            return LARS(groups, adapted, {**momentum, "trust_coefficient": settings.trust_coefficient})
         case "adafactor":
-            return Adafactor(groups, {shard: parameter for parameter, shard in pairs.values()}, lr=lr)
+            return Adafactor(groups, {shard: parameter for parameter, shard in pairs.values()}, lr=settings.lr)
         case "muon":
-            shape: dict[str, Any] = {"ns_steps": settings.ns_steps, "adjust_lr_fn": settings.adjust_lr_fn}
-            held = ((*pairs[name], rows) for name, rows in matrices.items() if name in pairs)
-            hidden: dict[Tensor, Matrix] = {shard: Matrix(parameter, rows) for parameter, shard, rows in held}
-            return Muon(groups, hidden, lr=lr, **adam, **momentum, **shape)
+            hidden: dict[Tensor, tuple[Tensor, tuple[int, ...]]] = {
+                pairs[name][1]: (pairs[name][0], rows) for name, rows in matrices.items() if name in pairs
+            }
+            shape = {"ns_steps": settings.ns_steps, "adjust_lr_fn": settings.adjust_lr_fn}
+            return Muon(groups, hidden, {**adam, **momentum, **shape})
 
 
 def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:

@@ -94,7 +94,7 @@ def train(
     Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """
     if data is not None:
-        packs = find_world() is None and not dry_run and asked.value("task.name") not in TEXT
+        packs = find_world() is None and not dry_run and asked.given.get("task.name") not in TEXT
         asked |= {"data.path": str(packed(data) if packs else data)}
         asked.refuse_early()
     if not dry_run:

@@ -62,10 +62,7 @@ def gather_json(mine: Json) -> list[Any] | None:
 
 
 def scatter_json(parts: Sequence[Json] | None) -> Any:
-    """Return the part that rank 0 sends to this rank. Collective.
-
-    parts: one for each rank, on rank 0; None elsewhere.
-    """
+    """Return the part that rank 0 sends to this rank. Collective. parts: one a rank, on rank 0; else None."""
     return _exchange(parts or [None] * dist.get_world_size())[0]
 
 

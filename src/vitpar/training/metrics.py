@@ -1,6 +1,4 @@
-"""Rows of metrics.jsonl: collected without waiting for the device, completed once per log interval."""
-
-from __future__ import annotations
+"""Rows of metrics.jsonl: collected without waiting for the device, completed once per log interval, and watched."""
 
 import math
 import resource
@@ -10,27 +8,31 @@ import zlib
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from vitpar.data.loader import Batch
 from vitpar.io import parse_toml
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import PRECISIONS
+from vitpar.recipe import Recipe
 from vitpar.tasks import Metric
-
-if TYPE_CHECKING:
-    from vitpar.data.loader import Batch
-    from vitpar.recipe import Recipe
-    from vitpar.training.signals import LayerSignals
-    from vitpar.training.step import Stepped
+from vitpar.text import count, either
+from vitpar.training.signals import LayerSignals
+from vitpar.training.step import Stepped
 
 WARM_UP_STEPS = 1
 """Steps excluded from the mean rate: the first allocates, connects and compiles."""
+WATCHED_STEPS = 20
+"""Steps to measure before a warning, without the first, which fills the queue."""
+WAITING_SHARE = 0.15
+"""Fraction of the time spent waiting for images from which the user is warned."""
 GROWN = 1.01
 """Growth of a rank's peak memory after which a row has the peaks of all ranks."""
 
@@ -274,3 +276,65 @@ def _answers(device: torch.device) -> bool:
     except Exception:  # NVML's errors are classes of a package that may be missing
         return False
     return True
+
+
+class InputWatch:
+    """Detector of runs that wait for their images.
+
+    workers: decoding threads of a rank.
+    cores: cores of a rank; a part of one if ranks share it.
+    first: number of the first step.
+    small: whether the images are so small that several threads decode no more of them than one.
+    """
+
+    def __init__(self, recipe: Recipe, workers: int, cores: float, first: int = 1, *, small: bool = False) -> None:
+        self._recipe, self._workers, self._cores, self._first = recipe, workers, cores, first
+        self._small = small
+        self._steps, self._waited, self._taken, self._said = 0, 0.0, 0.0, False
+
+    def look(self, rows: Sequence[dict[str, Any]]) -> str | None:
+        """Return a warning for the user, once in a run; else None.
+
+        While a step waits for images, all threads decode. The images of a step then take its whole duration, so this
+        many threads over the part of the time without waiting would keep up.
+
+        rows: new rows of metrics.jsonl.
+        """
+        for row in rows:
+            if row["step"] > self._first:
+                self._steps, self._waited = self._steps + 1, self._waited + row["data_ms"]
+                self._taken += row["step_ms"]
+        if self._said or self._steps < WATCHED_STEPS or self._waited < WAITING_SHARE * self._taken:
+            return None
+        self._said = True
+        waiting = self._waited / self._taken
+        share = f"training waits for images {waiting:.0%} of the time"
+        if self._small and self._recipe.data.cache != "device":
+            return f"{share}: {either(_remedies(self._recipe, small=True, threads=self._workers))}"
+        # With 0, the main thread decodes while the step waits.
+        needed = math.ceil(self._workers / (1 - waiting)) if 0 < waiting < 1 and self._workers else None
+        enough = f" (about {needed:,} decoding threads a rank would keep up)" if needed else ""
+        if self._workers < self._cores:
+            return (
+                f"{share}{enough}: raise data.workers (it is {self._workers}, and a rank has {self._cores:.3g} cores "
+                "here)"
+            )
+        threads = count(self._workers, "decoding thread")
+        return f"{share}, with {threads} on {self._cores:.3g} cores a rank{enough}: {either(_remedies(self._recipe))}"
+
+
+def _remedies(recipe: Recipe, *, small: bool = False, threads: int = 0) -> list[str]:
+    """Return what makes input cheaper and is not done yet. small: whether threads decode no more than one does."""
+    cache = recipe.data.cache
+    decoded = recipe.data.path is not None and cache != "device"  # during the training
+    augment = recipe.augment
+    augments = augment.policy or np.any(augment.color_jitter) or augment.random_erasing
+    ways = {
+        "leave out data.workers, since one thread decodes small images fastest": small and threads > 1,
+        "pack smaller images (`vitpar data pack --short-side`)": decoded and not small,
+        "set data.cache to memory, or to device if all have one size": decoded and cache == "none",
+        "set data.cache to device if all images have one size": small and cache == "memory",
+        "augment less": augments,
+        "use more cores": not small,
+    }
+    return [way for way, possible in ways.items() if possible]

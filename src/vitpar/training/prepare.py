@@ -4,8 +4,6 @@
 `choose_plan`, `open_data`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,20 +19,18 @@ from vitpar.models.config import ModelConfig
 from vitpar.object_store import local
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.effects import without_idle
-from vitpar.recipe.machine import on_device, refuse_huge_batch
+from vitpar.recipe.machine import choose_plan, on_device, refuse_huge_batch
 from vitpar.recipe.rates.schedules import Schedules
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.request import Merged, RecipeRequest
 from vitpar.recipe.sections.input import ModelSection
-from vitpar.recipe.sections.running import AUTO
-from vitpar.recipe.trackers import refuse_missing
+from vitpar.recipe.sections.running import AUTO, refuse_missing
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.data import open_data
 from vitpar.tasks.image_data import ImageSet, check_images, refuse_streamed_targets
 from vitpar.tasks.known import model_for
 from vitpar.training.events import SettingsOrigin
-from vitpar.training.ranks import choose_plan
 from vitpar.training.run_folder import check_run_folder
 from vitpar.training.saving.resume import (
     Resumed,
@@ -142,8 +138,7 @@ def prepare(
     Schedules.of(recipe, len(train_set), config)  # refuses what does not fit the length of the run or the model
     refuse_huge_batch(recipe, config)
     if recipe.distill.teacher is not None:  # a run or a name on the hub becomes the folder of its weights
-        teacher = {"teacher": str(weights_folder(fetch(Path(recipe.distill.teacher))))}
-        recipe = recipe.model_copy(update={"distill": recipe.distill.model_copy(update=teacher)})
+        recipe = recipe.updated(distill={"teacher": str(weights_folder(fetch(Path(recipe.distill.teacher))))})
     searched = recipe.parallel.mesh == AUTO
     chosen = choose(recipe, config, device_type, source.recipe)
     recipe, idle = without_idle(recipe, chosen.plan)
@@ -156,7 +151,7 @@ def prepare(
         from vitpar.training.begin import beginning
 
         beginning(recipe, config, task, train_set)
-        if config.pretrained is not None and isinstance(request, RecipeRequest) and not request.value("task.name"):
+        if config.pretrained is not None and isinstance(request, RecipeRequest) and not request.given.get("task.name"):
             hints.append(f"these weights continue task '{recipe.task.name}': to fine-tune them, add --task classify")
     if recipe.lora.weights is not None and source.begins:
         from vitpar.models.lora import LoRA
@@ -196,10 +191,7 @@ def prepare(
 def refuse_misfits(
     task: Task | None, recipe: Recipe, config: ModelConfig, plan: Plan, data: NamedClasses | None
 ) -> None:
-    """Raise UserError for a task or a teacher (``vitpar.training.teacher.teacher_of``) that the plan does not fit.
-
-    task: None if it is not known.
-    """
+    """Raise UserError for a task, None if it is unknown, or a teacher that the plan does not fit."""
     if task is not None:
         task.refuse_plan(config, plan, recipe.train.batch_size)
     if recipe.distill.teacher is not None:
@@ -219,12 +211,12 @@ def with_weights(request: RecipeRequest, fetch: Callable[[Path], Path] = Path) -
 
     Raises DataError and RecipeError.
     """
-    folder = weights_folder(fetch(Path(str(request.value("model.weights")))))
+    folder = weights_folder(fetch(Path(str(request.given.get("model.weights")))))
     if not folder.is_dir():
         raise DataError(f"--weights '{folder}' does not exist: name a folder of weights, or hf:OWNER/NAME")
     request |= {"model.weights": str(folder)}
-    file, task = folder / "recipe.toml", request.value("task.name")
-    if request.path is not None or request.value("model.name") is not None or not file.is_file():
+    file, task = folder / "recipe.toml", request.given.get("task.name")
+    if request.path is not None or request.given.get("model.name") is not None or not file.is_file():
         return request, False
     saved = read_recipe(file, {"data.path": "unused"}, needs_length=False)
     made = None
@@ -246,13 +238,10 @@ def with_weights(request: RecipeRequest, fetch: Callable[[Path], Path] = Path) -
 
 
 def _recipe(request: Recipe | RecipeRequest, source: Resumed, fetch: Callable[[Path], Path]) -> Merged:
-    """Return the recipe of a run.
-
-    Without a recipe of its own, a request gets that of the run to resume, or of the weights to begin with.
-    """
+    """Return the recipe of a run: the request's, else that of the run to resume or of the weights to begin with."""
     if isinstance(request, Recipe):
         return Merged(request)
-    weights, mesh = request.value("model.weights"), request.value("parallel.mesh")
+    weights, mesh = request.given.get("model.weights"), request.given.get("parallel.mesh")
     without, foreign = list[str](), False
     if request.path is None and source.recipe is not None:
         request, foreign = replace(request, path=source.recipe), True

@@ -1,7 +1,5 @@
 """Reporter that records a run in its folder and with the trackers of its recipe."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets
@@ -17,8 +15,7 @@ from vitpar.strategy.plan_json import plan_to_json
 from vitpar.tasks import Task
 from vitpar.training.events import Reporter, Row, RunHeader
 from vitpar.training.run_folder import RunFolder
-from vitpar.training.tracking.tracker import Tracker
-from vitpar.training.tracking.writers import TrackedRun
+from vitpar.training.tracking import TrackedRun, Tracker
 
 TRACK_FILE = "track.json"
 """File of a run's folder with its identifier for trackers and the trackers that it has used."""

@@ -39,12 +39,9 @@ RUNS = Path("runs")
 
 
 def check_run_folder(path: Path | None, resuming: bool = False) -> None:
-    """Refuse a run folder that another run used or that cannot be created.
+    """Refuse a run folder that another run used or that cannot be created. Raises RecipeError.
 
-    path: None for a new folder under `RUNS`.
-    resuming: whether the run resumes, so that the folder may hold a run, but nothing else.
-
-    Raises RecipeError.
+    path: None for a new folder under `RUNS`. resuming: whether it may hold a run, but nothing else.
     """
     used = path is not None and path.exists() and (not path.is_dir() or any(path.iterdir()))
     if path is not None and used and not (resuming and (path / "log.txt").is_file()):
@@ -65,8 +62,7 @@ def check_run_folder(path: Path | None, resuming: bool = False) -> None:
 class RunFolder:
     """Writer of the files of one run. Only the rank that owns it (rank 0) has one.
 
-    path: None for a new one under `RUNS`.
-    resuming: whether the run began earlier.
+    path: None for a new one under `RUNS`. resuming: whether the run began earlier.
 
     Raises RecipeError if the folder cannot be made, or another process writes to it.
     """
@@ -87,7 +83,9 @@ class RunFolder:
         self._early: list[tuple[str, dict[str, Any]]] = []
         try:
             model = Path(recipe.model.name).name  # of a file of one's own
-            self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{_short(plan)}")
+            # A layerwise plan would be long and full of shell metacharacters.
+            short = str(plan) if plan.is_uniform else f"pp{plan.pp}-layerwise"
+            self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{short}")
             self.path.mkdir(parents=True, exist_ok=True)
             self._log = (self.path / "log.txt").open("a")
         except OSError as error:
@@ -120,7 +118,11 @@ class RunFolder:
         start: facts about the start (``vitpar.runs.events.RunStart``).
         """
         described = {"metrics": [asdict(metric) for metric in task.METRICS]}
-        commands = [*self._commands(after), [after, list(command)]]
+        commands = list[Any]()  # that began and resumed the run, with the step before each
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            before = read_json(self.path / "env.json")["commands"]
+            commands = [[step, words] for step, words in before if step < after]
+        commands.append([after, list(command)])
         self.environment = {**_environment(command), "commands": commands, **kernels, **described}
         self.texts = {
             "recipe.toml": recipe.to_toml(),
@@ -140,13 +142,6 @@ class RunFolder:
         self.event("start", **start)
         for event, fields in self._early:
             self.event(event, **fields)
-
-    def _commands(self, after: int) -> list[Any]:
-        """Return the commands that began and resumed the run until step `after`, as env.json has them."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            before = read_json(self.path / "env.json")["commands"]
-            return [[step, words] for step, words in before if step < after]
-        return []
 
     def restore(self) -> str | None:
         """Write the files of the run again if its folder was removed or moved, and return a warning; else None.
@@ -247,11 +242,6 @@ def _fresh(parent: Path, name: str) -> Path:
             path.mkdir()
             return path
     raise AssertionError("there is no last number")
-
-
-def _short(plan: Plan) -> str:
-    """Return a name of the plan for a folder. A layerwise one would be long and full of shell metacharacters."""
-    return str(plan) if plan.is_uniform else f"pp{plan.pp}-layerwise"
 
 
 def _environment(command: Sequence[str]) -> dict[str, Any]:

@@ -4,8 +4,6 @@ A ratio of update to weight near 1e-3 is usual; far more diverges, far less does
 the steps that are logged. They travel in a message that these steps send anyway, and the host does not wait for them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -80,11 +78,9 @@ class LayerSignals:
 
     @torch.no_grad()
     def sums(self, gradients: Sequence[ShardNorms], scale: float, before: Tensor) -> Tensor:
-        """Return this rank's sums of squares of gradients, updates and weights, [3, groups], after the update.
+        """Return this rank's sums of squares of gradients, updates and weights, [3, groups].
 
-        gradients: norms of this rank's shards.
-        scale: of the loss.
-        before: `sample` before the update.
+        before: `sample` before the update, which is done. scale: of the loss.
         """
         sums = torch.zeros(3, len(self.names), dtype=torch.float64, device=self._model.device)
         for names, replicas, norms in gradients:

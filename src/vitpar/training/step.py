@@ -1,26 +1,21 @@
 """One training step, as used by the trainer, in measurements and in comparisons."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.task import StepInput
+from vitpar.tasks.teacher import Teacher
+from vitpar.training.faults.non_finite import NonFinite
+from vitpar.training.optim.average import EMA
+from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.norms import clip_, clip_factor, shard_norms, total_norms
 from vitpar.training.optim.optimizer import ShardedOptimizer
-
-if TYPE_CHECKING:
-    from vitpar.tasks.teacher import Teacher
-    from vitpar.training.faults.non_finite import NonFinite
-    from vitpar.training.optim.average import EMA
-    from vitpar.training.optim.loss_scale import LossScaler
-    from vitpar.training.signals import LayerSignals
-
+from vitpar.training.signals import LayerSignals
 
 COLLECT_EVERY_S = 5.0
 """Approximate seconds between two collections."""
@@ -166,10 +161,7 @@ class Garbage:
             gc.enable()
 
     def maybe_collect(self, number: int, seconds: float) -> None:
-        """Collect after step `number`, if it is time.
-
-        seconds: duration of a step, equal on all ranks.
-        """
+        """Collect after step `number`, if it is time. seconds: duration of a step, equal on all ranks."""
         # The first steps make most of the objects that are never freed.
         if number >= self._next:
             gc.collect()

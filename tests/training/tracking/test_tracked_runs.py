@@ -14,7 +14,8 @@ from helpers.run_folder import losses_of, rows_of
 from helpers.tracker_files import EventFiles, wandb_history, wandb_records
 from helpers.trained import CPU, STEPS, prepared, recipe_of, train
 from vitpar.errors import RecipeError
-from vitpar.recipe import Recipe, trackers
+from vitpar.recipe import Recipe
+from vitpar.recipe.sections import running
 from vitpar.training import recorded
 from vitpar.training.events import Reporter
 from vitpar.training.trainer import Trainer
@@ -168,12 +169,12 @@ def test_failed_run_closes_its_trackers(
 
 def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()  # a folder that W&B wrote is no package
-    monkeypatch.setattr(trackers, "find_spec", _only_in(tmp_path))
+    monkeypatch.setattr(running, "find_spec", _only_in(tmp_path))
     for name in ("tensorboard", "wandb", "trackio"):
         with pytest.raises(RecipeError, match=rf"'{name}' is not installed: pip install -e '\.\[{name}\]'"):
-            trackers.refuse_missing([name])
+            running.refuse_missing([name])
     with pytest.raises(RecipeError, match="unknown tracker 'mlflow': use tensorboard, wandb or trackio"):
-        trackers.refuse_missing(["mlflow"])
+        running.refuse_missing(["mlflow"])
 
 
 def _only_in(folder: Path) -> Callable[[str], Any]:

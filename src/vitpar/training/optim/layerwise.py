@@ -114,12 +114,7 @@ class _Layerwise(OverShards):
         raise NotImplementedError
 
     def _trust_ratios(self, group: Group, own: Tensor, other: Tensor) -> Tensor:
-        """Return the trust ratios, [parameters]. Only those where both norms are above 0 are used.
-
-        group: settings of these parameters.
-        own: norms of the parameters.
-        other: norms that they are compared with.
-        """
+        """Return the trust ratios, [parameters], by their `own` norms and `other` ones; used if both are above 0."""
         raise NotImplementedError
 
     def _move(self, group: Group, shards: list[Tensor], directions: list[Tensor]) -> None:

@@ -5,8 +5,6 @@ matrix is all-gathered from its shards, one at a time. Every rank that holds a p
 its part.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,9 +1,4 @@
-"""Resuming: the checkpoint to resume from, and the settings that may differ from those it was trained with.
-
-That is the newest complete checkpoint of a run, or one that is named.
-"""
-
-from __future__ import annotations
+"""Resuming: the checkpoint to resume from, and the settings that may differ from those it was trained with."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -98,10 +93,7 @@ class Resumed:
         return self.source is None or not has_checkpoint(self.source)
 
     def mesh(self) -> str | None:
-        """Return the path of the saved plan, if the recipe's mesh is a plan file; else None.
-
-        The named file may have been deleted or changed since.
-        """
+        """Return the saved plan's path if the mesh was a plan file, which may have changed since; else None."""
         if self.recipe is None or self.before is None:
             return None
         parallel = self.before.parallel
@@ -111,10 +103,7 @@ class Resumed:
 
 
 def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
-    """Interpret the value of ``vitpar train --resume``: auto, a path or never.
-
-    Raises RecipeError.
-    """
+    """Interpret the value of ``vitpar train --resume``: auto, a path or never. Raises RecipeError."""
     if resume is None or resume == "never":
         return Resumed()
     if resume == "auto":
@@ -155,9 +144,7 @@ def counting_images(recipe: Recipe, source: Resumed) -> Recipe:
         steps = after.train.steps
     if warmup == before.lr_schedule.warmup:
         warmup = after.lr_schedule.warmup
-    train = recipe.train.model_copy(update={"steps": steps})
-    schedule = recipe.lr_schedule.model_copy(update={"warmup": warmup})
-    return recipe.model_copy(update={"train": train, "lr_schedule": schedule})
+    return recipe.updated(train={"steps": steps}, lr_schedule={"warmup": warmup})
 
 
 def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -228,10 +215,7 @@ def allowed_changes(
 
 
 def teacher_fingerprint(recipe: Recipe) -> str | None:
-    """Return the fingerprint of the weights of a recipe's teacher; None without one.
-
-    Raises DataError for weights that cannot be read.
-    """
+    """Return the fingerprint of the teacher's weights; None without one. Raises DataError."""
     if recipe.distill.teacher is None:
         return None
     from vitpar.weights.folder import fingerprint

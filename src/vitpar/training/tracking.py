@@ -1,17 +1,27 @@
-"""Writers to the trackers. Each runs in a thread of its own (`vitpar.training.tracking.tracker`)."""
-
-from __future__ import annotations
+"""Experiment trackers (TensorBoard, W&B, trackio), each on a daemon thread for which a run does not wait."""
 
 import os
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Full, Queue
+from threading import Thread, enumerate
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
+
+from vitpar.text import printable, shown
 
 FLUSH_S = 5
 """Seconds after which TensorBoard's file has what was logged."""
+CAPACITY = 2_000
+"""Rows that wait for a tracker at most."""
+CALL_S = 30.0
+"""Seconds after which a call of a tracker is given up, and the tracker with it."""
+_THREADS = "vitpar-track"
+"""Begin of the names of the threads."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +62,7 @@ class TrackedRun:
         }
 
 
-class TrackerWriter(Protocol):
-    """Writer of one run to one tracker."""
-
-    def __init__(self, run: TrackedRun) -> None:
-        """Begin or continue the run, and log its facts."""
-
-    def log(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """Log numbers by name.
-
-        step: number of the step; never less than that of the call before.
-        time: of the step, in seconds since the epoch.
-        """
-
-    def close(self, failed: bool) -> None:
-        """Write what is left and end the run."""
-
-
-class TensorBoardWriter(TrackerWriter):
+class TensorBoardWriter:
     """Writer of event files to the folder `tensorboard` of the run.
 
     A resumed run writes a further file. It makes readers drop the steps that the run repeats.
@@ -97,7 +90,7 @@ class TensorBoardWriter(TrackerWriter):
         self._writer.close()
 
 
-class WandbWriter(TrackerWriter):
+class WandbWriter:
     """Writer to W&B: to the folder `wandb` of the run and, if the recipe says online, to its server.
 
     Steps that an earlier process has logged are left out, since W&B cannot replace them.
@@ -131,7 +124,7 @@ class WandbWriter(TrackerWriter):
         self._wandb.teardown()  # its process may still write the file of an offline run when `finish` returns
 
 
-class TrackioWriter(TrackerWriter):
+class TrackioWriter:
     """Writer to trackio's database on this machine.
 
     Steps that an earlier process has logged are left out, since trackio cannot replace them.
@@ -165,9 +158,77 @@ class TrackioWriter(TrackerWriter):
         self._trackio.finish()
 
 
-WRITERS: dict[str, type[TrackerWriter]] = {
+WRITERS: dict[str, type[TensorBoardWriter | WandbWriter | TrackioWriter]] = {
     "tensorboard": TensorBoardWriter,
     "wandb": WandbWriter,
     "trackio": TrackioWriter,
 }
-"""Writer of each tracker."""
+"""Writer of each tracker, which begins or continues a run. `log` gets numbers by name, with a step that never falls and
+its time in seconds since the epoch; `close` writes what is left, and ends the run."""
+
+
+def are_hanging() -> bool:
+    """Return whether a call of a tracker has not returned, so that an exit handler of its library may not either."""
+    return any(thread.name.startswith(_THREADS) for thread in enumerate())
+
+
+class Tracker:
+    """Tracker of a run. Its thread is a daemon, since a call that never returns must not keep the program alive.
+
+    A tracker that fails, or that cannot keep up, is given up with one warning.
+    """
+
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        self.name = name
+        self._rows = Queue[tuple[int, float, Mapping[str, float]] | None](CAPACITY)
+        self._begun: float | None = time.monotonic()
+        self._failed, self._problem, self._told = False, "", False
+        self._thread = Thread(target=self._write, args=(run,), name=f"{_THREADS}-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue the numbers of a step. Never waits."""
+        begun = self._begun
+        if begun is not None and time.monotonic() - begun > CALL_S:
+            self._give_up(f"a call did not return in {CALL_S:g} s")
+        try:
+            self._rows.put_nowait((step, time.time(), values))
+        except Full:
+            self._give_up(f"it is too slow: {CAPACITY:,} rows wait for it")
+
+    def close(self, failed: bool) -> None:
+        """Announce the end of the run, which comes after all rows. failed: whether the run failed."""
+        self._failed = failed
+        with suppress(Full):  # then the tracker is given up
+            self._rows.put_nowait(None)
+
+    def join(self, deadline: float) -> None:
+        """Wait until the tracker has written everything, at most until `deadline` of ``time.monotonic``."""
+        if not self._problem:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            if self._thread.is_alive():
+                self._give_up("it did not finish in time, so its last values may be missing")
+
+    def problem(self) -> str | None:
+        """Return a warning about the tracker, once; None if there is nothing new."""
+        if self._told or not self._problem:
+            return None
+        self._told = True
+        return f"the tracker {self.name} failed, and the run continues without it: {self._problem}"
+
+    def _give_up(self, problem: str) -> None:
+        self._problem = self._problem or problem
+
+    def _write(self, run: TrackedRun) -> None:
+        """Make the writer, and write all rows until the run ends. Runs in the thread."""
+        try:
+            writer = WRITERS[self.name](run)
+            self._begun = None
+            while (row := self._rows.get()) is not None and not self._problem:
+                self._begun = time.monotonic()
+                writer.log(*row)
+                self._begun = None
+            if not self._problem:
+                writer.close(self._failed)
+        except BaseException as error:  # SystemExit too
+            self._give_up(printable(shown(" ".join(f"{type(error).__name__}: {error}".split()))))

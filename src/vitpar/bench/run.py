@@ -75,9 +75,8 @@ def bench(
     The result is equal on all ranks. Times are in seconds; `repeated` numbers have their mean, deviation and values.
     `share` of the data is the part of a step that synthetic input saves, `between_seconds` the part outside all phases.
 
-    config, plan: as for ``vitpar.training.build``.
+    config, plan, task: as for ``vitpar.training.build``.
     images: training set to read; None for synthetic input.
-    task: as for `build`.
     begun: when the command began, in seconds since the epoch; None leaves the start of the processes out.
     traces: folder for the profiler's traces, one per rank; None for no profile.
     report: called with a description of each part of the measurement when it starts.
@@ -207,13 +206,11 @@ def _over_ranks(
 
 
 class Feed:
-    """Endless source of batches, while it is open.
+    """Endless source of batches, while it is open. Collective.
 
     images: read, decoded and augmented by threads, copied to the device, normalised and mixed, as in a training. Each
     time the feed is opened, it continues where it stopped, with empty queues. None: one random batch that stays on the
     device.
-
-    Collective.
     """
 
     def __init__(self, source: Input, images: ImageSet | None = None) -> None:

@@ -111,8 +111,7 @@ def check_plan(
     label smoothing, mixing of images and repeated samples. Initial values are drawn so that no gradient vanishes.
 
     recipe: source of all of the above, of precision, batch size and seed.
-    config: the model.
-    plan: validated against model and batch.
+    plan: validated against the model, `config`, and the batch.
     task: what is trained, with an independent formula of its loss; None for the recipe's, with as many labels as the
         model has outputs.
     tolerance: allowed relative error of everything; None for a multiple of the rounding noise of one process.

@@ -27,9 +27,7 @@ _made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Return the group of all ranks that takes CPU tensors: the default group if it does, else a gloo group.
 
-    timeout: of the gloo group's collectives.
-
-    Collective at the first call, which creates that group.
+    Collective at the first call, which creates that group. timeout: of its collectives.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a default process group"

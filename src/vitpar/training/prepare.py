@@ -104,7 +104,6 @@ def prepare(
     run_dir: folder of the run; None for that of the run to resume, or a new one.
     resume: value of ``vitpar train --resume``: auto, a path or never.
     allow_change: settings that may differ from those of the checkpoint.
-    choose: chooses the plan.
     fetch: returns the local folder of weights, or of a teacher, that `request` names, which may be on the hub.
 
     Raises UserError for everything that settings, data, plan, device and run folder rule out.

@@ -47,12 +47,9 @@ class TrainStep:
 
     clip_grad_norm: largest norm of the gradients, 0 for no clipping.
     clip_by_part: whether it is that of each part of the model (``ModelConfig.clip_part``).
-    scaler: scale of the loss, in fp16.
+    scaler, teacher, signals: scale of the loss in fp16, logits for targets, signals of groups of layers; None for none.
     non_finite: decides whether a step is skipped; None skips none.
-    teacher: gives logits for the targets; None for none.
-    signals: of groups of layers; None for none.
-    after_gradients: called with the step's number after backward.
-    before_update: called before parameters change.
+    after_gradients, before_update: called with the step's number after backward, and before parameters change.
     """
 
     def __init__(

@@ -114,12 +114,10 @@ class Saver:
     `writer.staged` must be called before the state of the run changes.
 
     metric: decides which evaluation is the best.
-    interval: steps between checkpoints; 0 for none by step.
-    last: last step of the run.
+    interval: steps between checkpoints; 0 for none by step. last: last step of the run.
     texts: returns the text files of a checkpoint for a step, its samples and the best evaluation.
-    log: called with messages on what was saved.
+    log, warn: called with messages on what was saved, and what was not copied to object storage.
     saved: called with the step of a checkpoint that is being saved.
-    warn: called with a message if a checkpoint was not copied to object storage.
     beat: called before each wait for a disk.
     """
 

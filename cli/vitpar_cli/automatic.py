@@ -37,6 +37,7 @@ from vitpar.planner.report.data import plan_record, search_record, speed_words
 from vitpar.planner.sources import NO_COSTS, profiled_costs, recipe_costs
 from vitpar.planner.training_time import training_length, training_time
 from vitpar.recipe import Recipe, read_recipe
+from vitpar.recipe.machine import choose_plan, default_ranks, resolve
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.sections.running import AUTO
 from vitpar.strategy import SCHEDULES, parse
@@ -44,7 +45,6 @@ from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.terminal import complain
 from vitpar.text import shown, size
 from vitpar.training.optim.state_memory import moments
-from vitpar.training.ranks import choose_plan, default_ranks, resolve
 from vitpar_cli.outputs import origin
 from vitpar_cli.profiled import PROFILES, MachineOptions, found, with_held
 from vitpar_cli.search_view import SearchProgress, show_choice

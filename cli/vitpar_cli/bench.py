@@ -14,13 +14,12 @@ from vitpar.launch.resources import choose_device
 from vitpar.models import ModelConfig
 from vitpar.planner.out_of_memory import explain_memory
 from vitpar.recipe import Recipe
-from vitpar.recipe.machine import on_device
+from vitpar.recipe.machine import choose_plan, on_device
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.request import RecipeRequest, classes_of
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.data import check_images, open_split, refuse_streamed_targets
 from vitpar.training.prepare import refuse_misfits
-from vitpar.training.ranks import choose_plan
 from vitpar_cli import recipe_options as o
 from vitpar_cli.bench_view import show
 from vitpar_cli.outputs import Status, warn
@@ -66,7 +65,7 @@ def bench(
     Example: vitpar bench --mesh pp2xtp2xdp2 --recipe digits
     """
     begun = time.time()
-    data = asked.value("data.path")
+    data = asked.given.get("data.path")
     if synthetic and data is not None:
         raise RecipeError(f"both --synthetic and --data {data} are given: keep one")
     reads = not synthetic and (asked.path is not None or data is not None)
@@ -136,10 +135,7 @@ def _bench(
 
 
 def _make(folder: Path) -> None:
-    """Make the folder of the traces.
-
-    Raises RecipeError if it cannot be made or written to.
-    """
+    """Make the folder of the traces. Raises RecipeError if it cannot be made or written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         reason = None if os.access(folder, os.W_OK) else "Permission denied"

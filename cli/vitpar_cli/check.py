@@ -8,14 +8,13 @@ import typer
 from vitpar.launch.resources import choose_device
 from vitpar.models import ModelConfig
 from vitpar.recipe import Recipe
-from vitpar.recipe.machine import on_device
+from vitpar.recipe.machine import choose_plan, on_device, resolve
 from vitpar.recipe.recipe import Chosen, first_that_fits
 from vitpar.recipe.request import RecipeRequest, classes_of
 from vitpar.strategy import Plan
 from vitpar.strategy.batch import schedule_objection, smallest_microbatch
 from vitpar.tasks import Task, task_class, task_of
 from vitpar.training.prepare import refuse_misfits
-from vitpar.training.ranks import choose_plan, resolve
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, warn
 from vitpar_cli.world import run_in_world
@@ -71,9 +70,9 @@ def check(
     merged = asked.read() if asked.path else recipe_to_check(asked.given, asked.assignments)
     device_type = choose_device(device)
     parts = first_that_fits(merged.requested_plans(), lambda plan: resolve(plan, device_type)).plan
-    named = asked.value("train.batch_size") or "train.batch_size" in asked.assigned
+    named = asked.given.get("train.batch_size") or "train.batch_size" in asked.assigned
     size = merged.train.batch_size if named else _batch_that_divides(parts)
-    merged = merged.model_copy(update={"train": merged.train.model_copy(update={"batch_size": size})})
+    merged = merged.updated(train={"batch_size": size})
     merged = on_device(merged, device_type)
     usual = CLASSES if task_class(merged).INPUT == "images" else VOCABULARY
     checked = task_of(merged, classes_of(merged, num_classes, usual))

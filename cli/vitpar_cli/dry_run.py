@@ -68,8 +68,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         "memory": f"{memory_words(fullest)} on the fullest rank",
         "time": duration_words(recipe, config, plan, rate.run.steps, run.device_type),
     }
-    reason = {"plan": run.because} if run.searched and run.because else {}
-    for name, words in (rows | reason).items():
+    for name, words in (rows | {"plan": run.reason}).items():
         if words:
             say(f"{name:<11}{words}", indent=11)
     local_ranks = world.local_size if world is not None else plan.world_size

@@ -42,7 +42,7 @@ def features(
 
     Example: vitpar features --data data_shards/mine --data-split train --checkpoint runs/mine --out train.parquet
     """
-    data = asked.value("data.path")
+    data = asked.given.get("data.path")
     asked |= NO_DATA if images else {}
     if bool(images) == (data is not None):
         raise DataError("vitpar features reads either image files or a data set: name images, or --data DIR")

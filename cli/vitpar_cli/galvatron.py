@@ -43,7 +43,7 @@ def import_command(
     Example: vitpar galvatron import plan_23GB.json --world-size 4 --out plan.json
     """
     asked.refuse_idle("an import")
-    model = asked.value("model.name")
+    model = asked.given.get("model.name")
     if asked.assignments and not model:
         raise RecipeError("--set is given without --model: name the model whose settings it changes")
     config = planned_recipe(asked).config(1000) if model else None

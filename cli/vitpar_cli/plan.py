@@ -70,7 +70,7 @@ def plan(
     Example: vitpar plan "pp2: embed=fsdp4, 0-5=tp2xfsdp2, *=fsdp4+ckpt" --model vit_base_patch16_224
     """
     merged = planned_recipe(asked | {"parallel.mesh": strategy}, doing="a plan")
-    needing = {"--epochs": asked.value("train.epochs"), "--images-per-second": machine.images_per_second}
+    needing = {"--epochs": asked.given.get("train.epochs"), "--images-per-second": machine.images_per_second}
     needing |= {"--memory": machine.memory, "--mtbf": machine.mtbf, "--price": machine.hour_price}
     for option, value in needing.items():
         if value is not None and not machine.named:

@@ -58,7 +58,15 @@ def probe(
 
     Example: vitpar probe train.parquet val.parquet --out weights/probed
     """
-    from vitpar.training.probe import NEIGHBOURS, RATES, read_features
+    from vitpar.training.parquet_file import read_features
+    from vitpar.training.probe import (
+        NEIGHBOURS,
+        RATES,
+        LinearProbe,
+        nearest_neighbours,
+        train_classifiers,
+        write_classifier,
+    )
     from vitpar.weights.folder import refuse_used
 
     wanted = RATES if rates is None else _numbers(rates, float, "--rates")
@@ -81,8 +89,6 @@ def probe(
     counts = tuple(k for k in counts if k <= len(known.labels))
 
     import torch
-
-    from vitpar.training.probe import LinearProbe, nearest_neighbours, train_classifiers, write_classifier
 
     settings = LinearProbe(wanted, epochs, batch_size, weight_decay, standardize, seed)
     where = torch.device(chosen)

@@ -18,13 +18,12 @@ from vitpar.models.families import config_from_json
 from vitpar.planner.profile.curves import Timing
 from vitpar.planner.profile.profiles import CHECKPOINTS, OPERATIONS, Hardware, ModelProfile, always_wrapped
 from vitpar.recipe import Recipe
-from vitpar.recipe.machine import on_device
+from vitpar.recipe.machine import default_ranks, on_device, resolve
 from vitpar.recipe.request import RecipeRequest
 from vitpar.strategy import parse
 from vitpar.strategy.layer import refuse_many_ranks
 from vitpar.tasks.data import model_of
 from vitpar.text import count
-from vitpar.training.ranks import default_ranks, resolve
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, print_words, progress_bar, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe

@@ -190,9 +190,9 @@ def planned_recipe(request: RecipeRequest, *, doing: str = "a search") -> Recipe
     """
     request.refuse_idle(doing)
     came = False
-    if request.value("model.weights"):
+    if request.given.get("model.weights"):
         request, came = with_weights(request, local_weights)
-    named = request.value("model.name") or request.value("task.name")
+    named = request.given.get("model.name") or request.given.get("task.name")
     if request.path is None and named and not request.names_data:
         given = {**request.given, "data.path": "unused"}
         recipe = read_recipe(None, given, request.assignments, needs_length=False)

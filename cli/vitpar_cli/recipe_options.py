@@ -20,7 +20,7 @@ from vitpar import tasks
 from vitpar.models import own
 from vitpar.recipe.file import SECTIONS
 from vitpar.recipe.request import RecipeRequest
-from vitpar.recipe.trackers import TrackerName
+from vitpar.recipe.sections.running import TrackerName
 from vitpar.text import either
 
 PANELS = {

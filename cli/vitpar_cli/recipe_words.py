@@ -68,14 +68,12 @@ def teacher_words(recipe: Recipe) -> str:
 
 
 def lr_words(recipe: Recipe, samples: int) -> str:
-    """Return text such as `0.001 after 50 steps of warm-up, cosine to 0`.
-
-    samples: number of training samples.
-    """
+    """Return text such as `0.001 after 50 steps of warm-up, cosine to 0`, for a number of training samples."""
     rate = recipe.learning_rate(samples)
     steps, least = rate.warmup_steps, recipe.lr_schedule.min_lr
     warmup = f"after {count(steps, 'step')} of warm-up" if steps else "from the first step"
-    end = "" if rate.shape.NAME in ("constant", "step", "multistep", "rsqrt") and not least else f" to {least:g}"
+    falls = recipe.lr_schedule.shape.strip().startswith(("linear", "cosine", "polynomial", "wsd"))
+    end = f" to {least:g}" if least or falls else ""
     return f"{rate.peak:g} {warmup}, {recipe.lr_schedule.shape}{end}"
 
 

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from vitpar.planner.training_time import CLUSTER, MESH, gpu_hours, hours
-from vitpar.recipe.shipped import ShippedRecipe, shipped_recipe, shipped_recipes
+from vitpar.recipe.file import ShippedRecipe, shipped_recipe, shipped_recipes
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table
 from vitpar_cli.profiled import InputRate

@@ -72,7 +72,7 @@ def report(
         refuse_other_folders(path)
     if len(runs) > MOST_RUNS:
         raise DataError(f"a report shows at most {MOST_RUNS} runs but {len(runs)} are named: name fewer")
-    of_images = {"--data": asked.value("data.path"), "--device": device}
+    of_images = {"--data": asked.given.get("data.path"), "--device": device}
     idle = next((name for name, value in of_images.items() if value is not None), None)
     for wrong, sentence in (
         (live and out, "--out does nothing with --live, which serves the page instead of writing it: leave one out"),
@@ -121,8 +121,8 @@ def _predictions(run: Path, number: int, asked: RecipeRequest, device: str | Non
 
         if task.PICTURES:
             shown = (
-                (one.loss, {name: picture.permute(1, 2, 0).numpy() for name, picture in one.pixels.items()})
-                for one in pictures(model, inputs, source, progress)
+                (loss, {name: picture.permute(1, 2, 0).numpy() for name, picture in pixels.items()})
+                for loss, pixels in pictures(model, inputs, source, progress)
             )
             extra = pictures_sheet(shown, f"{task.PICTURES} {about}")
         else:

@@ -247,5 +247,5 @@ def _train_command(
     command += ["--batch-size", str(best.batch_size), "--precision", costs.model.precision]
     given = {"model.name": model, "model.image_size": costs.config.image_size if resized else None}
     command += o.words(asked | given, without=("train.precision",))
-    needed = asked.path is None and not asked.names_data and (model or asked.value("task.name"))
+    needed = asked.path is None and not asked.names_data and (model or asked.given.get("task.name"))
     return shlex.join(command) + (" --data DIR" if needed else "")

@@ -94,7 +94,7 @@ def train(
     Example: vitpar train --mesh auto --memory 40GB --data data_shards/mine
     """
     if data is not None:
-        packs = find_world() is None and not dry_run and asked.value("task.name") not in TEXT
+        packs = find_world() is None and not dry_run and asked.given.get("task.name") not in TEXT
         asked |= {"data.path": str(packed(data) if packs else data)}
         asked.refuse_early()
     if not dry_run:
@@ -134,7 +134,7 @@ def _train(device: "torch.device", run: Prepared, as_json: bool, quiet: bool, co
     if dist.get_rank() == 0:
         world = find_world()
         warning = memory_warning(*facts, world.local_size if world else 1)
-        run = replace(run, notes=[*run.notes, warning] if warning else run.notes)
+        run = replace(run, warnings=[*run.warnings, warning] if warning else run.warnings)
     with explain_memory(*facts), closing(reporter), Watchdog(run.recipe.faults.hang_minutes) as watchdog:
         trainer = Trainer(run, device, reporter=reporter, command=command, watchdog=watchdog)
         summary = trainer.run()

@@ -20,6 +20,7 @@ from vitpar.planner.cost.price import Price, price
 from vitpar.planner.report.data import duration, origin_to_json, plan_of, title_of
 from vitpar.planner.report.uncertainty import uncertainty
 from vitpar.recipe import Recipe
+from vitpar.recipe.machine import resolve
 from vitpar.recipe.request import RecipeRequest
 from vitpar.strategy import Plan, parse
 from vitpar.strategy import validate as validated
@@ -28,7 +29,6 @@ from vitpar.strategy.support import refuse_clashes
 from vitpar.terminal import complain
 from vitpar.text import count, shown, size
 from vitpar.training.optim.state_memory import moments
-from vitpar.training.ranks import resolve
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
 from vitpar_cli.profiled import MachineOptions, machine_options, planned_recipe
@@ -128,7 +128,7 @@ def _validate(
     profile, plans = costs.model, [one.plan for one in prices]
     runner = PlanRunner(world, device_type, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
-    training = Training(recipe.model_copy(update={"train": recipe.train.model_copy(update=profiled)}), costs.whole)
+    training = Training(recipe.updated(train=profiled), costs.whole)
     load, progress = load_share(), ProgressLines()  # load is read before our own processes run
     favourite = min(range(len(prices)), key=lambda index: prices[index].seconds)
     about = {**origin_to_json(origin(), costs), "batch_size": prices[0].batch_size}

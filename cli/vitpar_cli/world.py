@@ -67,7 +67,7 @@ def run_ranks(ranks: int, work: Callable[..., int], *arguments: object, saves: b
     saves: whether ranks save a checkpoint when they are told to stop, so that this process must wait for them.
     """
     from vitpar.launch import ALONE, find_world, finish, spawn
-    from vitpar.training.tracking.tracker import are_hanging
+    from vitpar.training.tracking import are_hanging
 
     job, world = Job(work, arguments, sys.argv), find_world()
     if world is None and ranks > 1:

@@ -95,7 +95,7 @@ WALKS: dict[str, tuple[int, tuple[Step, ...]]] = {
             ("training/trainer.py", "Trainer", "saves checkpoints between updates, and resumes from one"),
             ("training/saving/saver.py", "TrainingState", "names the tensors of model, optimizer and average"),
             ("checkpoint/writer.py", "Writer", "copies them to the host, and writes in a thread"),
-            ("checkpoint/sharing.py", "divide", "says which rank writes which part of a tensor"),
+            ("checkpoint/writer.py", "divide", "says which rank writes which part of a tensor"),
             ("checkpoint/image.py", "SafetensorsBuffer", "lays a rank's parts out as the bytes of a file"),
             ("checkpoint/atomic.py", "publish", "makes files appear whole or not at all"),
             ("checkpoint/index.py", "Index", "says where every part of every tensor is"),

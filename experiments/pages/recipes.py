@@ -1,7 +1,7 @@
 """The shipped recipes with source, published result and predicted GPU-hours."""
 
 from vitpar.planner.training_time import CLUSTER, MESH, gpu_hours, hours
-from vitpar.recipe.shipped import shipped_recipes
+from vitpar.recipe.file import shipped_recipes
 
 _ABOVE = [
     "# Recipes",

@@ -4,8 +4,6 @@ A copy never looks complete before it is. On a disk it has another name until th
 files that make a folder complete (`LAST`) are removed first and written last.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -62,7 +60,8 @@ def download(source: ObjectPath, target: Path, progress: Progress | None = None)
     try:
         found = source.files()
         for name in found:
-            _refuse_name(name, source)
+            if not name.isprintable() or {"", ".", ".."} & {*name.split("/")} or "\\" in name:
+                raise DataError(f"'{source}' has an object '{shown(name)}', which is no name of a file: do not copy it")
         if not found:
             raise DataError(f"there are no files in '{source}': name the folder of a data set, a run or weights")
         atomic.begin(target)
@@ -81,14 +80,7 @@ def download(source: ObjectPath, target: Path, progress: Progress | None = None)
 
 
 def upload_checkpoint(checkpoint: Path, target: ObjectPath, kept: Collection[int]) -> None:
-    """Copy a new checkpoint and the records of its run, and remove checkpoints that the run does not keep.
-
-    checkpoint: its folder, in ``checkpoints`` of the run.
-    target: copy of the run.
-    kept: steps of the checkpoints to keep.
-
-    Raises OSError.
-    """
+    """Copy a new checkpoint and its run's records to `target`, and remove all there but `kept`. Raises OSError."""
     run = checkpoint.parents[1]
     base = target / _CHECKPOINTS
     listed = base.files()
@@ -114,11 +106,7 @@ def upload_end(run: Path, copy_to: str) -> str | None:
 
 
 def refuse_used(copy_to: str | None, resuming: bool) -> None:
-    """Raise RecipeError for a folder of copies that cannot be used, or that another run uses.
-
-    copy_to: name of the folder; None for none.
-    resuming: whether the run resumes, so that the folder may hold its copy.
-    """
+    """Raise RecipeError for a folder of copies that cannot be used, or, unless `resuming`, that has a run."""
     if copy_to is None:
         return
     target = parse_place(copy_to)
@@ -174,10 +162,7 @@ def _fetch(source: ObjectPath, target: Path) -> None:
 
 
 def _verify(folder: Path, found: Iterable[str]) -> None:
-    """Compare checkpoints with their checksums, and data sets with those of their indices.
-
-    Raises CheckpointError and DataError.
-    """
+    """Compare checkpoints and data sets with their checksums. Raises CheckpointError and DataError."""
     for name in found:
         path = folder / name
         is_checkpoint = path.name == INDEX and path.with_name(STATE).is_file()
@@ -198,13 +183,6 @@ def _is_last(name: str) -> bool:
 
 def _is_unfinished(name: str) -> bool:
     return any(part.startswith(".") or part.endswith((".partial", ".removed")) for part in PurePosixPath(name).parts)
-
-
-def _refuse_name(name: str, source: ObjectPath) -> None:
-    """Raise DataError for the name of an object that is not that of a file below a folder."""
-    parts = name.split("/")
-    if not name.isprintable() or {"", ".", ".."} & set(parts) or "\\" in name:
-        raise DataError(f"'{source}' has an object '{shown(name)}', which is no name of a file: do not copy it")
 
 
 def _reason(error: OSError) -> str:

@@ -1,9 +1,4 @@
-"""Report on this machine (`collect`) and problems found in it (`problems`).
-
-`collect` only observes and `problems` only judges, so the report of another machine can be judged here.
-"""
-
-from __future__ import annotations
+"""Report on a machine (`collect`), which only observes, and problems in it (`problems`), also of another machine."""
 
 import os
 import platform
@@ -58,24 +53,26 @@ def collect() -> dict[str, object]:
     compiler: path of the C++ compiler that torch.compile needs on a CPU, or None.
     timm: why timm is installed but cannot be imported; None if it can, or is not installed.
     """
+    compilers = [os.environ.get("CXX"), "g++", "clang++", "c++"]
     return {
-        "versions": _versions(),
+        "versions": {
+            "vitpar": _version("vitpar"),
+            "python": platform.python_version(),
+            **{name: _version(name) for name in MINIMUM if name != "python"},
+        },
         "system": _system(),
         **_torch(),
         "gpu_driver": Path("/proc/driver/nvidia/version").exists(),
         "world": _world(),
         "limits": _limits(),
         "local_world": _local_world(),
-        "compiler": _compiler(),
+        "compiler": next((path for name in compilers if name and (path := shutil.which(name))), None),
         "timm": _timm(),
     }
 
 
 def problems(report: Mapping[str, Any]) -> list[Problem]:
-    """Return the problems in a report of `collect`, each as one sentence with its fix.
-
-    Errors, with which vitpar does not work, come before warnings.
-    """
+    """Return the problems in a report of `collect`, each as a sentence with its fix; errors before warnings."""
     messages = [
         *_wrong_versions(report["versions"]),
         *_wrong_world(report),
@@ -93,11 +90,6 @@ def problems(report: Mapping[str, Any]) -> list[Problem]:
 
 
 # Collecting
-
-
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"vitpar": _version("vitpar"), "python": platform.python_version()}
-    return versions | {name: _version(name) for name in MINIMUM if name != "python"}
 
 
 def _version(package: str) -> str | None:
@@ -181,11 +173,6 @@ def _timm() -> str | None:
     # In a process of its own, since a failed import may leave half of torchvision behind.
     done = subprocess.run([sys.executable, "-P", "-c", "import timm"], capture_output=True, text=True, check=False)
     return shown((done.stderr.strip().splitlines() or ["?"])[-1]) if done.returncode else None
-
-
-def _compiler() -> str | None:
-    names = [os.environ.get("CXX"), "g++", "clang++", "c++"]
-    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 # Judging

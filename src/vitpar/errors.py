@@ -47,7 +47,4 @@ class PlannerError(UserError):
 
 
 class FaultError(RuntimeError):
-    """A fault that ended a run and that the user did not cause, such as ranks that hang or disagree.
-
-    The message is one sentence; the exit code is 1.
-    """
+    """A fault that the user did not cause, such as ranks that hang or disagree, as one sentence; exit code 1."""

@@ -36,10 +36,7 @@ class Interval:
 
     @classmethod
     def of(cls, given: object) -> Interval:
-        """Return the interval that a recipe gives: 500, 0.1, "500 steps", "5 epochs", "1e6 samples", "10 %".
-
-        Raises ValueError.
-        """
+        """Return the interval that 500, 0.1, `500 steps`, `5 epochs`, `1e6 samples` or `10 %` is. Raises ValueError."""
         if isinstance(given, cls):
             return given
         word, number = "", math.nan
@@ -74,12 +71,7 @@ class Interval:
         return Interval(math.ceil(self.number * factor), "steps") if self.unit == "steps" else self
 
     def steps(self, *, samples: int, batch_size: int, total: int) -> int:
-        """Return the length in steps, at least 1 unless it is 0.
-
-        samples: of the training set.
-        batch_size: samples of a step.
-        total: steps of the run.
-        """
+        """Return the length in steps, at least 1 unless it is 0. total: steps of the run."""
         self.in_steps()
         steps = {
             "steps": self.number,

@@ -1,7 +1,5 @@
 """Read files that may be untrusted, and write files atomically."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -61,10 +59,7 @@ def stand_in(begin: bytes) -> str | None:
 
 
 def stat_regular(path: PathLike) -> os.stat_result:
-    """Return the status of a regular file, for readers that open `path` themselves.
-
-    Raises OSError, also for anything but a regular file.
-    """
+    """Return the status of a regular file, which readers open themselves. Raises OSError for anything else."""
     try:
         status = os.stat(path)
     except ValueError:  # the name has a NUL character or cannot be encoded
@@ -82,10 +77,7 @@ def _refuse_irregular(status: os.stat_result, path: PathLike) -> None:
 
 
 def read_bytes(path: PathLike | ObjectPath, limit: int | None = None) -> bytes:
-    """Return the content of a regular file, or of an object, of at most `limit` bytes.
-
-    Raises OSError.
-    """
+    """Return the content of a regular file, or of an object, of at most `limit` bytes. Raises OSError."""
     if isinstance(path, ObjectPath):
         return path.read_bytes(limit)
     with open_regular(path, limit) as file:
@@ -93,10 +85,7 @@ def read_bytes(path: PathLike | ObjectPath, limit: int | None = None) -> bytes:
 
 
 def read_text(path: PathLike, limit: int) -> str:
-    """Return the UTF-8 text of a regular file of at most `limit` bytes.
-
-    Raises OSError, and ValueError as `decode_utf8` does.
-    """
+    """Return UTF-8 text of a regular file. Raises OSError beyond `limit` bytes, and ValueError as `decode_utf8`."""
     return decode_utf8(read_bytes(path, limit))
 
 
@@ -135,10 +124,7 @@ def decode_utf8(data: bytes, line: int = 1) -> str:
 
 
 def read_json(path: PathLike | ObjectPath, limit: int = MAX_JSON_BYTES) -> Any:
-    """Return the JSON value in a regular file of at most `limit` bytes.
-
-    Raises OSError, and ValueError as `parse_json` does.
-    """
+    """Return the JSON value in a regular file. Raises OSError beyond `limit` bytes, ValueError as `parse_json`."""
     return parse_json(read_bytes(path, limit))
 
 
@@ -159,18 +145,12 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def read_toml(path: PathLike) -> dict[str, Any]:
-    """Return the content of a regular TOML file.
-
-    Raises OSError, and ValueError as `parse_toml` does.
-    """
+    """Return the content of a regular TOML file. Raises OSError, and ValueError as `parse_toml` does."""
     return parse_toml(read_text(path, MAX_TOML_BYTES))
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Return the content of TOML `text`.
-
-    Raises ValueError for invalid TOML, and for nesting that is too deep to parse.
-    """
+    """Return the content of TOML `text`. Raises ValueError for invalid TOML, or nesting too deep to parse."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -188,10 +168,7 @@ def writing(path: PathLike) -> Iterator[None]:
 
 
 def write_text(path: PathLike, text: str) -> None:
-    """Write `text` to `path` as UTF-8, atomically: a reader sees the old file or the complete new one.
-
-    Raises OSError.
-    """
+    """Write UTF-8 atomically: a reader sees the old file or the complete new one. Raises OSError."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:

@@ -66,8 +66,10 @@ class ObjectPath:
         match = _NAME.fullmatch(text)
         key = (match[2] or "").strip("/") if match else ""
         if match is None or {"", ".", ".."} & set(key.split("/") if key else ()):
+            # Without what may be credentials: all before an @, and options.
+            safe = re.sub(r"[?#].*", "", re.sub(r"^s3://.*@", PREFIX, text))
             raise DataError(
-                f"'{shown(_without_user(text))}' is not a name such as s3://BUCKET/FOLDER: write it so, and set "
+                f"'{shown(safe)}' is not a name such as s3://BUCKET/FOLDER: write it so, and set "
                 "credentials and endpoint in the environment"
             )
         return cls(match[1], key)
@@ -98,16 +100,12 @@ class ObjectPath:
 
     def stat(self) -> ObjectStat:
         """Return size and version of the object."""
-        import obstore
-
-        with self._errors():
+        with self._errors() as obstore:
             return _stat(obstore.head(self._store, self.key))
 
     def read_bytes(self, limit: int | None) -> bytes:
         """Return the content of the object, of at most `limit` bytes."""
-        import obstore
-
-        with self._errors():
+        with self._errors() as obstore:
             answer = obstore.get(self._store, self.key)
             if limit is not None and answer.meta["size"] > limit:
                 raise OSError(errno.EFBIG, f"it has more than {limit:,} bytes", str(self))
@@ -118,10 +116,8 @@ class ObjectPath:
 
         version: of the object; another one is refused. None reads any.
         """
-        import obstore
-
         options: Any = {"range": (offset, offset + size)} | ({"if_match": version} if version else {})
-        with self._errors():
+        with self._errors() as obstore:
             return bytes(obstore.get(self._store, self.key, options=options).bytes())
 
     def open(self) -> BinaryIO:
@@ -130,10 +126,8 @@ class ObjectPath:
 
     def files(self) -> dict[str, ObjectStat]:
         """Return size and version of the objects in the folder, by name in it; a name may have slashes."""
-        import obstore
-
         found: dict[str, ObjectStat] = {}
-        with self._errors():
+        with self._errors() as obstore:
             for page in obstore.list(self._store, prefix=self.key or None):
                 for meta in page:
                     found[meta["path"].removeprefix(f"{self.key}/")] = _stat(meta)
@@ -141,16 +135,12 @@ class ObjectPath:
 
     def write(self, file: BinaryIO) -> None:
         """Store the content of `file`, in parts if it is large. The object appears when it is complete."""
-        import obstore
-
-        with self._errors():
+        with self._errors() as obstore:
             obstore.put(self._store, self.key, file)
 
     def remove(self) -> None:
         """Remove the object; nothing happens if there is none."""
-        import obstore
-
-        with self._errors():
+        with self._errors() as obstore:
             obstore.delete(self._store, self.key)
 
     @property
@@ -158,12 +148,13 @@ class ObjectPath:
         return _store(self.bucket, next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), None))
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Replace errors of the library by OSErrors without its texts, which may contain secrets."""
+    def _errors(self) -> Iterator[Any]:
+        """Yield the library, and replace its errors by OSErrors without its texts, which may contain secrets."""
+        import obstore
         from obstore import exceptions
 
         try:
-            yield
+            yield obstore
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self)) from None
         except (exceptions.UnauthenticatedError, exceptions.PermissionDeniedError, PermissionError):
@@ -188,10 +179,7 @@ class ObjectStat:
 
 
 def local(path: Path) -> Path:
-    """Return `path`, after verifying that it is no name in object storage, where only data are read in place.
-
-    Raises DataError.
-    """
+    """Return `path` unless it names object storage, where only data are read in place: then raise DataError."""
     if path.parts[:1] == (PREFIX.rstrip("/"),):
         name = f"{PREFIX}{shown('/'.join(path.parts[1:]))}"
         raise DataError(f"'{name}' is in object storage, but a folder is needed: copy it with `vitpar copy {name} DIR`")
@@ -268,8 +256,3 @@ def _store(bucket: str, endpoint: str | None) -> S3Store:
 
 def _stat(meta: Any) -> ObjectStat:
     return ObjectStat(meta["size"], meta["e_tag"])
-
-
-def _without_user(text: str) -> str:
-    """Return `text` without what may be credentials: all before an @, and options."""
-    return re.sub(r"[?#].*", "", re.sub(r"^s3://.*@", PREFIX, text))

@@ -1,7 +1,5 @@
 """Classes from Python files of the user, which are named as FILE.py:NAME and run once."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import traceback

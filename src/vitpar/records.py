@@ -1,7 +1,5 @@
 """Pydantic records of files."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator

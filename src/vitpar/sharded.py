@@ -3,8 +3,6 @@
 A plain tensor counts as one shard, which is the global tensor.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

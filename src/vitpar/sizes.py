@@ -1,7 +1,5 @@
 """Sizes in bytes, such as 24GB."""
 
-from __future__ import annotations
-
 import re
 
 from vitpar.errors import UserError
@@ -13,11 +11,9 @@ UNITS = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB
 
 
 def parse_size(text: str, name: str = "--memory") -> float:
-    """Return the bytes of `24GB`, `1.5GiB` or `500MB`.
+    """Return the bytes of `24GB`, `1.5GiB` or `500MB`. Raises UserError.
 
     name: option or setting that was given, for errors.
-
-    Raises UserError.
     """
     match = re.fullmatch(r"([0-9]{0,15}\.?[0-9]{1,15})\s*([A-Za-z]{1,3})", text.strip())
     if not match or match[2].upper() not in UNITS or float(match[1]) <= 0:

@@ -1,7 +1,5 @@
 """Parts of messages: safely quoted input, counts, sizes, alternatives and lists of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import time
@@ -13,10 +11,7 @@ from vitpar.limits import MAX_QUOTED_CHARS
 
 
 def shown(text: object, around: int = 0) -> str:
-    """Return `text` for an error message, cut to MAX_QUOTED_CHARS characters.
-
-    around: index of the character around which a long text is cut.
-    """
+    """Return `text` cut to MAX_QUOTED_CHARS characters, for messages. around: index that a long text is cut around."""
     words = str(text)
     if len(words) <= MAX_QUOTED_CHARS:
         return words

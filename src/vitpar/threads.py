@@ -1,15 +1,13 @@
-"""Threads that work ahead: they read and decode batches, and draw initial parameters."""
-
-from __future__ import annotations
+"""Threads that work ahead, such as those that read and decode batches, or beside the main one."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Thread
 from typing import TypeVar
 
-import torch
-
 Job = TypeVar("Job")
+T = TypeVar("T")
 _PREFETCH = 2
 """Jobs in progress beyond the one that the consumer waits for."""
 
@@ -19,6 +17,8 @@ def compute_alone() -> None:
 
     It changes the number of threads of all that start later, too: set that again.
     """
+    import torch
+
     torch.get_num_threads()  # otherwise the thread's first large operation sets the number again, to the program's
     torch.set_num_threads(1)
 
@@ -59,3 +59,17 @@ def in_threads(
             yield finished()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def in_background(work: Callable[[], T], name: str) -> Future[T]:
+    """Run `work` in a daemon thread called `name`, which does not keep the process alive."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future

@@ -15,9 +15,8 @@ from helpers.ranks import RankPool
 from helpers.small_data import CLASSES
 from helpers.trained import recipe_of
 from vitpar.bench import Settings, bench
-from vitpar.bench.feeds import Feed
 from vitpar.bench.limits import matmul_rates, measure_limits, rank_flops, update_bytes
-from vitpar.bench.run import STEADY, StepRunner
+from vitpar.bench.run import STEADY, Feed, StepRunner
 from vitpar.parallel.phases import untimed
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import replace_auto_precision

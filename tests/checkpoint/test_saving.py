@@ -20,8 +20,7 @@ from vitpar.checkpoint import atomic
 from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.checkpoint.image import SafetensorsBuffer
 from vitpar.checkpoint.reader import load_tensors
-from vitpar.checkpoint.sharing import Held, divide, held
-from vitpar.checkpoint.writer import BUSY, DONE, FAILED, Writer
+from vitpar.checkpoint.writer import BUSY, DONE, FAILED, Held, Writer, divide, held
 from vitpar.errors import CheckpointError
 from vitpar.launch import ALONE, join
 

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 MODULES = ("vitpar_cli.main", "vitpar_cli.worker")
 """Programs that run in forks: commands, and the ranks that they start."""
 LOADED = f"""
-{" ".join(MODULES)} vitpar.check vitpar.bench vitpar.training.trainer vitpar.training.tracked vitpar.planner.report
+{" ".join(MODULES)} vitpar.check vitpar.bench vitpar.training.trainer vitpar.training.recorded vitpar.planner.report
 vitpar.runs vitpar.planner.out_of_memory vitpar.weights.importing vitpar_cli.progress vitpar_cli.plan_view
 torch.profiler torch.distributed.checkpoint torch.distributed.elastic.agent.server einops._torch_specific
 safetensors.torch numpy.ma PIL.JpegImagePlugin PIL.PngImagePlugin

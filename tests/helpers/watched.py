@@ -11,7 +11,6 @@ from helpers import trained
 from vitpar.errors import RecipeError
 from vitpar.recipe import Recipe
 from vitpar.sharded import local
-from vitpar.training import due
 
 WEIGHT = "blocks.1.mlp.fc1.weight"
 
@@ -77,7 +76,7 @@ def watched(
     trainer.model.forward_backward, trainer.step = spoilt, recorded  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patch:
         if name:
-            patch.setattr(due, "LOOK_S", 1e9)
+            patch.setattr("vitpar.training.trainer.LOOK_S", 1e9)
         try:
             trainer.run()
         except RecipeError as error:

@@ -15,8 +15,8 @@ from helpers.oracles import timm
 from vitpar.errors import RecipeError
 from vitpar.models.layers import LayeredModel
 from vitpar.planner.training_time import gpu_hours
+from vitpar.recipe.file import ShippedRecipe, shipped_recipe, shipped_recipes
 from vitpar.recipe.rates.schedules import Schedules
-from vitpar.recipe.shipped import ShippedRecipe, shipped_recipe, shipped_recipes
 from vitpar.tasks import task_of
 from vitpar.training.optim.optimizer import ShardedOptimizer
 

@@ -29,7 +29,7 @@ from vitpar.tasks.soft_loss import soft_cross_entropy
 from vitpar.tasks.task import StepInput
 from vitpar.tasks.teacher import SelfTeacher
 from vitpar.training.build import build
-from vitpar.training.probe.running import collapse_warning
+from vitpar.training.probe import collapse_warning
 from vitpar.weights.folder import open_weights
 
 PLANS: dict[str, dict[str, Any]] = {

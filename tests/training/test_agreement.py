@@ -16,7 +16,7 @@ from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import RecipeError
 from vitpar.recipe import read_recipe
 from vitpar.strategy import parse
-from vitpar.training.agreement import refuse_disagreement
+from vitpar.training.build import refuse_disagreement
 from vitpar.weights.folder import fingerprint
 
 BASE: dict[str, Any] = {

@@ -12,7 +12,7 @@ from vitpar.data.shards.pack import pack
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.recipe import Recipe
 from vitpar.tasks.data import are_small, decoding_threads
-from vitpar.training.input_watch import WATCHED_STEPS, InputWatch
+from vitpar.training.metrics import WATCHED_STEPS, InputWatch
 from vitpar_cli.data import app
 
 

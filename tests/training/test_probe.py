@@ -16,8 +16,8 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import nn
 
 from vitpar.errors import DataError
-from vitpar.training.parquet_file import feature_file
-from vitpar.training.probe import Features, LinearProbe, nearest_neighbours, read_features, train_classifiers
+from vitpar.training.parquet_file import Features, feature_file, read_features
+from vitpar.training.probe import LinearProbe, nearest_neighbours, train_classifiers
 
 CPU, CLASSES, WIDTH = torch.device("cpu"), 4, 6
 
@@ -74,7 +74,7 @@ def test_a_classifier_that_diverges_is_not_the_best() -> None:
 
 
 def test_neighbours_vote_as_in_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitpar.training.probe.neighbours._SIMILARITIES", 240 * 30)
+    monkeypatch.setattr("vitpar.training.probe._SIMILARITIES", 240 * 30)
     found = nearest_neighbours(TRAIN, VAL, CLASSES, (1, 10, 100), 0.07, CPU)
     for count, share in zip((1, 10, 100), found, strict=True):
         theirs = KNeighborsClassifier(count, weights=lambda d: np.exp((1 - d) / 0.07), metric="cosine")

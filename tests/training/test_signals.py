@@ -11,7 +11,7 @@ from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from helpers.trained import LAYERWISE, assembled, recipe_of, train
 from vitpar import model_config
-from vitpar.training.device_load import device_load
+from vitpar.training.metrics import device_load
 from vitpar.training.signals import layer_groups
 
 LR = 0.1

@@ -44,6 +44,9 @@ def test_existing_group_gives_the_losses_of_one_process(
     assert capsys.readouterr().out == "", "nobody watches"
     assert not dist.is_initialized(), "the group that it made is gone"
     assert alone["steps"] == 2 * STEPS and Path(alone["weights"]).is_dir()
+    folders = tmp_path / "alone" / "checkpoints" / f"step_{2 * STEPS}", alone["weights"]
+    saved, final = (vitpar.create_model(weights=folder) for folder in folders)
+    assert all((one == two).all() for one, two in zip(saved.parameters(), final.parameters(), strict=True))
     together = ranks(2).run(in_a_group, recipe_of(data, "tp2"), tmp_path / "together")
     assert together[0]["steps"] == together[1]["steps"] == 2 * STEPS
     one, two = (rows(tmp_path / name) for name in ("alone", "together"))

@@ -1,7 +1,5 @@
 """Profile of a step by torch's profiler: kernels on a GPU, operators on a CPU."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter
@@ -29,9 +27,7 @@ def record(step: Callable[[], object], device: torch.device, path: Path, matmul_
 
     Collective; equal on all ranks. The profiler adds time to every kernel, relatively most to small ones.
 
-    step: runs one step.
-    path: file for this rank's trace.
-    matmul_rate: FLOP/s of matrix products on this rank.
+    path: file for this rank's trace. matmul_rate: FLOP/s of matrix products on this rank.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else every rank logs start and stop to stderr
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -63,37 +59,26 @@ _Row = tuple[float, float, float]
 def _device_rows(profiler: Any, device: str) -> dict[str, _Row]:
     """Return the rows of the kernels that ran on the device, by name, longest first."""
     wanted = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
-    flops = _kernel_flops(profiler) if device == "cuda" else None
+    flops = Counter[str]()
+    if device == "cuda":
+        # The profiler knows the FLOPs of operators and the kernels that each launched. The longest of these is taken
+        # as the one that computes the product.
+        for event in profiler.events():
+            if event.flops and event.kernels:
+                flops[max(event.kernels, key=lambda kernel: kernel.duration).name] += event.flops
     rows = {}
     for event in profiler.key_averages():
         if event.device_type != wanted or event.is_user_annotation:
             continue
         micro = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
         if micro > 0:
-            rows[event.key] = (micro / 1e6, event.count, flops[event.key] if flops is not None else event.flops)
+            rows[event.key] = (micro / 1e6, event.count, flops[event.key] if device == "cuda" else event.flops)
     longest = sorted(rows, key=lambda name: -rows[name][0])[:MOST]
     return {name: rows[name] for name in longest}
 
 
-def _kernel_flops(profiler: Any) -> Counter[str]:
-    """Return the FLOPs by kernel name.
-
-    The profiler knows the FLOPs of operators and the kernels that each launched. The longest of these is taken as the
-    one that computes the product.
-    """
-    flops: Counter[str] = Counter()
-    for event in profiler.events():
-        if event.flops and event.kernels:
-            flops[max(event.kernels, key=lambda kernel: kernel.duration).name] += event.flops
-    return flops
-
-
 def _mean(mine: dict[str, _Row], seconds: float, matmul_rate: float) -> list[dict[str, Any]]:
-    """Return the mean over all ranks, per step. Collective.
-
-    mine: this rank's rows.
-    seconds: this rank's seconds per recorded step.
-    """
+    """Return the mean of the ranks' rows and seconds, per step. Collective."""
     world = dist.get_world_size()
     every = all_gather_json((mine, seconds, matmul_rate))
     step, rate = (sum(rank[place] for rank in every) / world for place in (1, 2))

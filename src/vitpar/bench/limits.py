@@ -12,8 +12,6 @@ Not counted: communication of tensor parallelism, pipelines and ``fully_shard``,
 the matrix products of Muon's update.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable

@@ -7,12 +7,10 @@
 4. If asked for, steps under torch's profiler (``vitpar.bench.kernels``).
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vitpar.bench.feeds import Feed, Take
 from vitpar.bench.kernels import record
 from vitpar.bench.limits import PhaseLimits, measure_limits
 from vitpar.data.stream.stream_set import ImageSet
@@ -33,10 +30,19 @@ from vitpar.planner.measure.device import device_name
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.tasks import Task
+from vitpar.tasks.input import Input
 from vitpar.tasks.inputs import input_rate
+from vitpar.tasks.task import StepInput
 from vitpar.training.build import TRAINING_DATA, TrainingComponents, build
 from vitpar.training.metrics import memory_bytes, peak_flops
 from vitpar.training.step import Garbage
+
+Report = Callable[[str], None]
+"""Function that is called with a description of the part that starts."""
+Phased = tuple[float, dict[str, float]]
+"""Seconds of a step on this rank that was timed phase by phase, and of each of its phases."""
+Take = Callable[[Phase], StepInput]
+"""Function that returns the next batch; it runs its work in phases."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,8 @@ def bench(
     The result is equal on all ranks. Times are in seconds; `repeated` numbers have their mean, deviation and values.
     `share` of the data is the part of a step that synthetic input saves, `between_seconds` the part outside all phases.
 
-    config, plan: as for ``vitpar.training.build``.
+    config, plan, task: as for ``vitpar.training.build``.
     images: training set to read; None for synthetic input.
-    task: as for `build`.
     begun: when the command began, in seconds since the epoch; None leaves the start of the processes out.
     traces: folder for the profiler's traces, one per rank; None for no profile.
     report: called with a description of each part of the measurement when it starts.
@@ -171,26 +176,22 @@ def repeated(values: Sequence[float]) -> dict[str, Any]:
 def _over_ranks(
     phased: list[Phased], limits: PhaseLimits, peak: float | None
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-    """Return phases, step times and rates over all ranks. Collective.
-
-    Seconds are means over ranks, so that phases add up to the step.
-    """
+    """Return phases, step times and rates as means over ranks, so that phases add up to the step. Collective."""
     world = dist.get_world_size()
-    gathered = all_gather_json(([asdict(run) for run in phased], asdict(limits)))
-    every = [([Phased(**run) for run in runs], PhaseLimits(**rank_limits)) for runs, rank_limits in gathered]
-    names = dict.fromkeys(name for runs, _ in every for run in runs for name in run.phases)
+    every = all_gather_json((phased, asdict(limits)))
+    names = dict.fromkeys(name for runs, _ in every for _, phases in runs for name in phases)
 
     def mean(values: Iterable[float]) -> float:
         return sum(values) / world
 
     repeats = range(len(phased))
-    phases = []
+    rows = []
     for name in names:
-        each = repeated([mean(runs[n].phases.get(name, 0.0) for runs, _ in every) for n in repeats])
-        slowest = max(sum(run.phases.get(name, 0.0) for run in runs) / len(runs) for runs, _ in every)
-        bound = [rank_limits.phases[name] for _, rank_limits in every if name in rank_limits.phases]
+        each = repeated([mean(runs[n][1].get(name, 0.0) for runs, _ in every) for n in repeats])
+        slowest = max(sum(phases.get(name, 0.0) for _, phases in runs) / len(runs) for runs, _ in every)
+        bound = [known["phases"][name] for _, known in every if name in known["phases"]]
         limit = sum(bound) / world if bound else None
-        phases.append(
+        rows.append(
             {
                 "name": name,
                 "seconds": each,
@@ -199,29 +200,50 @@ def _over_ranks(
                 "limit_share": None if limit is None or not each["mean"] else limit / each["mean"],
             }
         )
-    whole = repeated([mean(runs[n].step for runs, _ in every) for n in repeats])
-    matmul, bandwidth = (
-        mean(getattr(rank_limits, rate) for _, rank_limits in every) for rate in ("matmul_rate", "bandwidth")
-    )
-    return phases, whole, {"matmul": matmul, "peak": peak, "bandwidth": bandwidth}
+    whole = repeated([mean(runs[n][0] for runs, _ in every) for n in repeats])
+    matmul, bandwidth = (mean(known[rate] for _, known in every) for rate in ("matmul_rate", "bandwidth"))
+    return rows, whole, {"matmul": matmul, "peak": peak, "bandwidth": bandwidth}
+
+
+class Feed:
+    """Endless source of batches, while it is open. Collective.
+
+    images: read, decoded and augmented by threads, copied to the device, normalised and mixed, as in a training. Each
+    time the feed is opened, it continues where it stopped, with empty queues. None: one random batch that stays on the
+    device.
+    """
+
+    def __init__(self, source: Input, images: ImageSet | None = None) -> None:
+        self._images, self._input, self._samples = images, source, 0
+        # Prefetched batches would make the first steps look fast. A loader's queues hold two, a stream's two more.
+        self.settling = 1 if images is None else 4
+        """Number of batches to take before the source delivers at its steady rate."""
+        if images is not None:
+            source.cache(images)
+
+    @contextmanager
+    def opened(self) -> Iterator[Take]:
+        """Yield the function that returns batches."""
+        if self._images is None:
+            given = self._input.synthetic()
+            yield lambda phase: given
+            return
+        with closing(iter(self._input.train_batches(self._images, start=self._samples))) as batches:
+
+            def take(phase: Phase) -> StepInput:
+                with phase("waiting for data"):
+                    batch = next(batches)
+                with phase("input"):
+                    given = self._input.train_step(batch)
+                self._samples = batch.samples
+                return given
+
+            yield take
 
 
 STEADY, BETTER, MOST = 3, 0.05, 50
 """The step time is steady when `STEADY` steps in a row are not faster, by the share `BETTER`, than the fastest before
 them. Warm-up ends after `MOST` steps in any case."""
-
-Report = Callable[[str], None]
-"""Function that is called with a description of the part that starts."""
-
-
-@dataclass(frozen=True)
-class Phased:
-    """Times of a step on this rank, timed phase by phase."""
-
-    step: float
-    """Seconds of the complete step."""
-    phases: dict[str, float]
-    """Seconds per step by phase."""
 
 
 class StepRunner:
@@ -273,7 +295,7 @@ class StepRunner:
             return self.most(self._synchronised() - begun) / steps
 
     def phases(self, feed: Feed, steps: int) -> Phased:
-        """Return the seconds of a step and of each of its phases on this rank."""
+        """Return the seconds of a step and of its phases on this rank."""
         clock = PhaseClock(self._device)
         with self.open(feed) as take:
             self._synchronised()
@@ -286,7 +308,7 @@ class StepRunner:
                 whole = time.perf_counter() - begun
             finally:
                 self._model.phase = untimed
-        return Phased(whole / steps, {name: seconds / steps for name, seconds in totals.items()})
+        return whole / steps, {name: seconds / steps for name, seconds in totals.items()}
 
     def _synchronised(self) -> float:
         """Return the time at which all ranks have finished their work."""

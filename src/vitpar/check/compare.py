@@ -6,8 +6,6 @@ process runs again, with parameters and images changed in their last bit. Under 
 times the difference that this caused.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,9 +88,7 @@ def noise_of(
 ) -> Noise:
     """Return the noise: differences between `wholes` and each of `others`, as root mean squares over each kind.
 
-    wholes: complete tensors of one process without noise.
-    others: the same of runs with noise.
-    trimmed: see `compare`.
+    wholes: complete tensors of one process without noise. others: the same of runs with noise.
     changed: parameters, if the tensors are their changes. A change is at least as uncertain as the rounding of the
         stored parameter.
     """
@@ -123,9 +119,7 @@ def compare(
 ) -> list[Comparison]:
     """Compare every tensor of the complete model. Collective; equal results on all ranks.
 
-    what: the quantity, for names.
     mine: this rank's sharded tensors by parameter name. A missing tensor (None) counts as an infinite error.
-    shapes: global shapes of all parameters.
     wholes: tensors of one process, on rank 0; None on other ranks.
     noise: as `noise_of` returns it, equal on all ranks.
     least: lower bounds of the allowed differences, as in `LEAST`.
@@ -135,9 +129,18 @@ def compare(
     sums, sizes = [], []
     for name, whole in _everywhere(shapes, wholes, model.device):  # so that a replica that differs is found too
         sizes.append(_sizes(whole))
-        sums.append(
-            _own_sums(model, mine[name], whole, trimmed) if name in mine else torch.zeros_like(sizes[-1][[0] * 3])
-        )
+        sums.append(whole.new_zeros(3))
+        if name not in mine:
+            continue
+        tensor = mine[name]
+        if tensor is None:
+            sums[-1].fill_(torch.inf)
+            continue
+        if isinstance(tensor, DTensor):
+            # src_data_rank=None: every rank has the whole value, so each cuts its own part and nothing is sent.
+            whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
+        here = local(tensor.detach()).to(whole.device)  # offloaded parameters are in host memory
+        sums[-1] = _sums(here.double() - whole, whole, model.replicas(tensor), trimmed)
     stacked = torch.stack(sums)
     largest, added = stacked[:, 0].contiguous(), stacked[:, 1:].contiguous()
     all_reduce_(largest, dist.ReduceOp.MAX)
@@ -177,12 +180,7 @@ def compare_numbers(
     least: float,
     tolerance: float | None,
 ) -> list[Comparison]:
-    """Compare losses and norms with those of one process.
-
-    mine: numbers under the plan, equal on all ranks.
-    expected: numbers of one process without noise.
-    others: numbers of its runs with noise.
-    """
+    """Compare losses and norms, equal on all ranks, with those of one process and of its runs with noise, `others`."""
     comparisons = []
     for name, right in expected.items():
         size = abs(right) or 1.0  # of exactly 0 the absolute error counts
@@ -242,18 +240,6 @@ def _metrics(sums: Tensor, sizes: Tensor) -> Tensor:
     greatest, whole = sizes.clamp(min=torch.finfo(torch.float64).tiny).unbind(1)
     errors = torch.stack([largest / greatest, (squares / whole).sqrt(), (products / whole).abs()], 1)
     return errors.nan_to_num(nan=torch.inf)
-
-
-def _own_sums(model: ParallelModel, tensor: Tensor | None, whole: Tensor, trimmed: bool) -> Tensor:
-    """Return the `_sums` of this rank's shard; infinite if `tensor` is None."""
-    if tensor is None:
-        return torch.full((3,), torch.inf, dtype=torch.float64, device=whole.device)
-    replicas = model.replicas(tensor)
-    if isinstance(tensor, DTensor):
-        # src_data_rank=None: every rank has the whole value, so each cuts its own part and nothing is sent.
-        whole = local(distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None))
-    mine = local(tensor.detach()).to(whole.device)  # offloaded parameters are in host memory
-    return _sums(mine.double() - whole, whole, replicas, trimmed)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ It has the plain model, one batch, complete tensors, and independent formulas fo
 Its samples are random and equal on all ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -135,7 +133,12 @@ class OneProcess:
         average, decay = self._copies(), self._recipe.train.ema_decay
         self._take_average(average)
         for step, given in enumerate(samples.further, start=1):
-            loss, gradients = self._of_pixels(given) if isinstance(given, Pixels) else self._of(given)
+            if isinstance(given, Pixels):
+                images, labels = self._mixed(given.images, given.labels, given.mixed)
+                images = self._noisy(images, max(self._noise, _NORMALISED))
+                loss, gradients = self._backward(images, labels, given.keys, {})
+            else:
+                loss, gradients = self._of(given)
             norm = _norm(gradients.values())
             clipped = self._clipped(gradients)
             norms = {f"gradient norm of step {step}": norm, f"clipped norm of step {step}": _norm(clipped.values())}
@@ -157,11 +160,6 @@ class OneProcess:
             inputs = self._noisy(inputs.to(self._numbers.parameters), self._noise)
         return self._backward(inputs, drawn.labels, drawn.keys, drawn.sides)
 
-    def _of_pixels(self, given: Pixels) -> tuple[float, dict[str, Tensor]]:
-        """Return the loss and the gradients for images that are not normalised and mixed yet."""
-        images, labels = self._mixed(given.images, given.labels, given.mixed)
-        return self._backward(self._noisy(images, max(self._noise, _NORMALISED)), labels, given.keys, {})
-
     def _backward(
         self, inputs: Tensor, labels: Labels, keys: Tensor, sides: Mapping[str, Tensor]
     ) -> tuple[float, dict[str, Tensor]]:
@@ -179,7 +177,10 @@ class OneProcess:
         outputs = self._outputs(self._model, arguments, beside)
         count: int | Tensor = len(inputs)
         if self._averaged is not None:
-            losses = self._task.reference_taught(outputs, self._taught(taken, beside), beside)
+            crops = taken[..., : self._averaged.config.input.shape[-1]]
+            with torch.no_grad():
+                taught = self._outputs(self._averaged, (crops,), beside)
+            losses = self._task.reference_taught(outputs, taught, beside)
         elif isinstance(labels, Tensor):
             losses = self._task.reference(outputs, self._targets(inputs, labels, keys))
             count = self._task.count(labels, len(inputs))
@@ -189,7 +190,9 @@ class OneProcess:
             count = self._task.count(torch.stack([one.double() for one in labels], 1), len(inputs))
         if self._teacher is not None:
             assert isinstance(self._task, Distill), "a recipe with a teacher has this task"
-            losses = losses + self._task.reference_from_teacher(outputs, self._logits(taken))
+            with torch.no_grad():
+                logits = self._outputs(self._teacher, (taken,))
+            losses = losses + self._task.reference_from_teacher(outputs, logits)
         loss = losses.sum() / count
         self._model.zero_grad()
         (loss * self._scale).backward()
@@ -227,18 +230,6 @@ class OneProcess:
         if self._averaged is not None:
             for name, parameter in self._averaged.named_parameters():
                 parameter.copy_(average.get(name, self._model.get_parameter(name)))
-
-    @torch.no_grad()
-    def _taught(self, inputs: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
-        """Return the outputs of that teacher for the batch."""
-        assert self._averaged is not None
-        return self._outputs(self._averaged, (inputs[..., : self._averaged.config.input.shape[-1]],), sides)
-
-    @torch.no_grad()
-    def _logits(self, images: Tensor) -> Tensor:
-        """Return the teacher's logits of the batch."""
-        assert self._teacher is not None
-        return self._outputs(self._teacher, (images,))
 
     def _targets(self, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
         if not self._task.LOCAL_TARGETS:

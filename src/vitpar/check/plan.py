@@ -1,7 +1,5 @@
 """Run the steps of a check under a plan, on all its ranks, and in one process on rank 0."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +29,6 @@ from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.tasks.task import StepInput
 from vitpar.training.build import TrainingComponents, build
 from vitpar.training.optim.norms import global_norm, multiply_
-from vitpar.training.optim.one_pass import OnePassAdamW
 from vitpar.training.optim.optimizer import ShardedOptimizer
 from vitpar.weights.folder import open_weights
 
@@ -114,8 +111,7 @@ def check_plan(
     label smoothing, mixing of images and repeated samples. Initial values are drawn so that no gradient vanishes.
 
     recipe: source of all of the above, of precision, batch size and seed.
-    config: the model.
-    plan: validated against model and batch.
+    plan: validated against the model, `config`, and the batch.
     task: what is trained, with an independent formula of its loss; None for the recipe's, with as many labels as the
         model has outputs.
     tolerance: allowed relative error of everything; None for a multiple of the rounding noise of one process.
@@ -125,8 +121,10 @@ def check_plan(
     recipe = replace_auto_precision(recipe, device.type)
     recipe.refuse_clashes(plan)
     task = task or task_of(recipe, config.num_classes)
-    recipe = _for_check(recipe)
-    config = config.perturbed
+    recipe, config = recipe.updated(train={"ema_decay": recipe.train.ema_decay and EMA_DECAY}), config.perturbed
+    if recipe.train.precision == "fp16":
+        scale_section = LossScaleSection(dynamic=False, initial_scale=LOSS_SCALE)
+        recipe = recipe.model_copy(update={"loss_scale": scale_section})
     refuse_wrong_task(task, checked=True)
     samples = draw_samples(recipe, config, task, sgd_steps, recipe_steps)
     scale = LOSS_SCALE if recipe.train.precision == "fp16" else 1.0
@@ -145,15 +143,6 @@ def check_plan(
     compared = _compared(trained.model, mine, reference, recipe.train.precision, tolerance)
     shown = str(plan), config.name, recipe.train.precision, recipe.train.batch_size
     return CheckResult(*shown, tuple(compared), UNCHECKED)
-
-
-def _for_check(recipe: Recipe) -> Recipe:
-    """Return the recipe with the EMA decay and loss scale of a check."""
-    train = {"ema_decay": EMA_DECAY if recipe.train.ema_decay else None}
-    changed: dict[str, Any] = {"train": recipe.train.model_copy(update=train)}
-    if recipe.train.precision == "fp16":
-        changed["loss_scale"] = LossScaleSection(dynamic=False, initial_scale=LOSS_SCALE)
-    return recipe.model_copy(update=changed)
 
 
 def _under_plan(trained: TrainingComponents, task: Task, samples: Samples, scale: float) -> Trace:
@@ -249,12 +238,10 @@ def _clipped_norms(trained: TrainingComponents) -> list[Tensor]:
     optimizer, seen = trained.optimizer, list[Tensor]()
     step = optimizer.step
 
-    def recorded(lr: float) -> None:
-        norm = global_norm(optimizer.gradients(), trained.model)
-        in_one_pass = optimizer.torch_optimizer if optimizer.one_pass else None
-        factor = in_one_pass.alongside.factor if isinstance(in_one_pass, OnePassAdamW) else None
+    def recorded(lr: float, **beside: Any) -> None:
+        norm, factor = global_norm(optimizer.gradients(), trained.model), beside.get("factor")
         seen.append(norm if factor is None else norm * factor)
-        step(lr)
+        step(lr, **beside)
 
     optimizer.step = recorded  # type: ignore[method-assign]
     return seen
@@ -296,15 +283,7 @@ def _compared(
         changed = _with_copies(reference[0].parameters, model.config) if runs and what != "gradient" else None
         noise = broadcast_json(noise_of(runs[0], runs[1:], trimmed, changed) if runs else None)
         yield from compare(
-            what,
-            model,
-            tensors,
-            shapes,
-            expected,
-            noise,
-            least=least_here,
-            tolerance=tolerance,
-            trimmed=trimmed,
+            what, model, tensors, shapes, expected, noise, least=least_here, tolerance=tolerance, trimmed=trimmed
         )
 
 

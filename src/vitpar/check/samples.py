@@ -1,7 +1,5 @@
 """Random samples of a check, equal on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -60,12 +58,10 @@ class Samples:
 def draw_samples(recipe: Recipe, config: ModelConfig, task: Task, plain: int, further: int) -> Samples:
     """Draw the input of `plain` SGD steps and of `further` steps of the recipe."""
     draws = torch.Generator().manual_seed(recipe.train.seed)
-    if isinstance(task, TextTask):
-        steps = [_text(recipe, config, task, draws) for _ in range(plain + further)]
+    text = isinstance(task, TextTask)
+    if text or task.teacher_config(config) is not None:
+        steps = [(_text if text else _images)(recipe, config, task, draws) for _ in range(plain + further)]
         return Samples(steps[:plain], steps[plain:])
-    if task.teacher_config(config) is not None:
-        crops = [_images(recipe, config, task, draws) for _ in range(plain + further)]
-        return Samples(crops[:plain], crops[plain:])
     return Samples(
         [_images(recipe, config, task, draws) for _ in range(plain)], _pixels(recipe, config, task, further, draws)
     )
@@ -79,8 +75,9 @@ def _images(recipe: Recipe, config: ModelConfig, task: Task, draws: torch.Genera
     return Drawn(images, labels, keys, task.sides(keys, range(batch), config))
 
 
-def _text(recipe: Recipe, config: ModelConfig, task: TextTask, draws: torch.Generator) -> Drawn:
+def _text(recipe: Recipe, config: ModelConfig, task: Task, draws: torch.Generator) -> Drawn:
     """Return masked sequences of different lengths. They are masked by the task, whose masking has tests of its own."""
+    assert isinstance(task, TextTask)
     text, batch = task.text, recipe.train.batch_size
     plain = torch.from_numpy(np.setdiff1d(np.arange(text.vocab_size), text.specials.all))
     ids = plain[torch.randint(0, len(plain), (batch, text.tokens), generator=draws)]

@@ -5,8 +5,6 @@ Sources: AdamW arXiv 1711.05101, Adam arXiv 1412.6980, Lion arXiv 2302.06675, LA
 torch.optim.Adafactor.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import torch

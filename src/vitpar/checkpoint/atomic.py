@@ -3,8 +3,6 @@
 step_300.partial     while it is written          step_300.removed     while it is removed
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import zlib

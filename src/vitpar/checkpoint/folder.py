@@ -4,14 +4,13 @@ checkpoints/step_300/       complete: renamed to this after everything was writt
 checkpoints/step_350.partial, step_250.removed       left by a killed run; never read
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat
 
@@ -81,11 +80,8 @@ class Checkpoint:
     facts: Facts
 
     @classmethod
-    def open(cls, path: Path) -> Checkpoint:
-        """Open the checkpoint at `path`.
-
-        Raises CheckpointError if there is none.
-        """
+    def open(cls, path: Path) -> Self:
+        """Open the checkpoint at `path`. Raises CheckpointError if there is none."""
         index = read_index(path)
         try:
             facts = Facts.model_validate(read_json(path / STATE))
@@ -96,7 +92,7 @@ class Checkpoint:
         return cls(path, index, facts)
 
     @classmethod
-    def open_whole(cls, path: Path) -> Checkpoint:
+    def open_whole(cls, path: Path) -> Self:
         """Open a checkpoint after verifying its files; each rank of the world reads a share of them. Collective.
 
         Raises CheckpointError on all ranks if there is none, any file is damaged, or ranks see different checkpoints.
@@ -124,10 +120,7 @@ class Checkpoint:
         return checkpoint
 
     def damage(self, part: int = 0, parts: int = 1) -> str | None:
-        """Return the first problem of the files, None if there is none.
-
-        part, parts: which share of the files to verify, of how many.
-        """
+        """Return the first problem of part `part` of `parts` of the files; None if there is none."""
         names = sorted(self.index.files)[part::parts]
         return damage(self.path, {name: self.index.files[name] for name in names})
 

@@ -8,14 +8,12 @@ Source: the format of https://github.com/huggingface/safetensors. Its library wr
 change meanwhile, so it would need another copy.
 """
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -38,10 +36,7 @@ _NAMES = {
 
 
 def open_safetensors(path: Path) -> Any:
-    """Open a safetensors file.
-
-    Raises OSError and SafetensorError.
-    """
+    """Open a safetensors file. Raises OSError and SafetensorError."""
     open_regular(path).close()  # the library would wait for a named pipe, and call a pointer of git-lfs damaged
     return safe_open(path, framework="pt")
 
@@ -73,7 +68,7 @@ class SafetensorsBuffer:
             self._views[name] = self._buffer[begin : begin + dtype.itemsize * shape.numel()].view(dtype).view(shape)
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], names: Sequence[str]) -> SafetensorsBuffer | None:
+    def of(cls, tensors: Mapping[str, Tensor], names: Sequence[str]) -> Self | None:
         """Return a buffer for this rank's parts of the tensors called `names`; None if there are no names."""
         kinds = {name: (tensors[name].dtype, local(tensors[name]).shape) for name in names}
         return cls(kinds, pinned=any(local(tensors[name]).is_cuda for name in names)) if names else None

@@ -1,7 +1,5 @@
 """Index of a checkpoint: places of the parts of each tensor; size and checksum of every file."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Mapping
@@ -78,10 +76,7 @@ class Index(Record):
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of `folder`.
-
-    Raises CheckpointError if there is none, or if it is damaged or names files outside the folder.
-    """
+    """Read the index of `folder`. Raises CheckpointError if it is missing, damaged or names files outside."""
     try:
         content = read_json(folder / INDEX)
         version = content.get("version", VERSION) if isinstance(content, dict) else VERSION
@@ -132,10 +127,7 @@ def damage(folder: Path, files: Mapping[str, StoredFile], *, only_sizes: bool = 
 
 
 def crc32(path: Path) -> int:
-    """Return the CRC-32 of a file.
-
-    Raises OSError.
-    """
+    """Return the CRC-32 of a file. Raises OSError."""
     crc = 0
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK):

@@ -1,7 +1,5 @@
 """Reading of named tensors from a checkpoint: each rank its shards, or one process global tensors."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -55,10 +53,7 @@ def load_tensors(
 
 
 def _overlap(mine: tuple[tuple[int, ...], ...], stored: tuple[tuple[int, ...], ...]) -> tuple[Slices, Slices] | None:
-    """Return the overlap of two boxes of a tensor, as slices of each; None if they are disjoint.
-
-    A box is offsets and sizes.
-    """
+    """Return the overlap of two boxes (offsets and sizes), as slices of each; None if they are disjoint."""
     spans = [(max(a, b), min(a + of_a, b + of_b), a, b) for a, of_a, b, of_b in zip(*mine, *stored, strict=True)]
     if any(begin >= end for begin, end, _, _ in spans):
         return None
@@ -67,10 +62,7 @@ def _overlap(mine: tuple[tuple[int, ...], ...], stored: tuple[tuple[int, ...], .
 
 
 def _fill(path: Path, items: list[tuple[str, Slices, Tensor]]) -> None:
-    """Read parts of tensors from a safetensors file.
-
-    items: name of the tensor, slices within the stored part, and the target to fill.
-    """
+    """Read parts of tensors from a safetensors file. items: names, slices within stored parts, targets to fill."""
     try:
         with open_safetensors(path) as file:
             for name, there, target in items:
@@ -83,10 +75,7 @@ def _fill(path: Path, items: list[tuple[str, Slices, Tensor]]) -> None:
 
 
 def read_whole(checkpoint: Checkpoint, name: str) -> Tensor:
-    """Return the global tensor `name`, on the CPU.
-
-    Raises CheckpointError if it is missing or cannot be read.
-    """
+    """Return the global tensor `name`, on the CPU. Raises CheckpointError if it is missing or cannot be read."""
     stored = checkpoint.index.tensors.get(name)
     if stored is None:
         raise CheckpointError(

@@ -9,17 +9,19 @@ Training waits while its state is copied to host memory. Then a thread of each r
 checksums and waits for the disk without holding the interpreter lock, so a separate process would gain nothing. The
 ranks exchange their progress in a collective that training does anyway. Once all are done, rank 0 writes the index and
 renames the folder.
+
+torch.distributed.checkpoint (DCP) divides tensors among ranks in much the same way. But DCP exchanges its plans between
+ranks, and stores its index, as pickles, which can run code when they are read.
 """
 
-from __future__ import annotations
-
+import math
 import shutil
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -30,14 +32,16 @@ from torch import Tensor
 from vitpar.checkpoint import atomic
 from vitpar.checkpoint.image import SafetensorsBuffer
 from vitpar.checkpoint.index import INDEX, Index, StoredFile, StoredTensor, damage
-from vitpar.checkpoint.sharing import agreed, shard_name
 from vitpar.errors import CheckpointError
-from vitpar.launch.world_group import all_gather_json, broadcast_json
-from vitpar.sharded import local
+from vitpar.launch.world_group import all_gather_json, broadcast_json, gather_json, scatter_json
+from vitpar.sharded import box_of, local
+from vitpar.threads import in_background
 
 T = TypeVar("T")
 DONE, BUSY, FAILED = 0.0, 1.0, 2.0
 """State of a rank's background work. Ordered: the largest of all ranks is the worst."""
+Held = tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]
+"""Part of a tensor: name, dtype and shape of the tensor; offsets and shape of the part."""
 SEEN_S = 10.0
 """Seconds that rank 0 waits until it sees the files of all ranks."""
 
@@ -125,7 +129,7 @@ class Writer:
             self._layout = layout
         self._stage(here)
         self._flight = _Flight(folder, texts, published, begun)
-        self._flight.work = _in_background(self._write, folder)
+        self._flight.work = in_background(partial(self._write, folder), "checkpoint")
 
     def staged(self) -> None:
         """Make the current CUDA stream wait until the tensors are copied. Call it before they change."""
@@ -157,10 +161,7 @@ class Writer:
         return None
 
     def finish(self) -> Saved | None:
-        """Wait until the checkpoint that is being written is complete, and return it. Collective.
-
-        Returns None if no checkpoint is being written.
-        """
+        """Wait until the checkpoint that is being written is complete, and return it; None without one. Collective."""
         flight = self._flight
         if flight is None:
             return None
@@ -217,7 +218,7 @@ class Writer:
                 for rank, (_, stored) in enumerate(answers)
                 if stored
             }
-            flight.work = _in_background(self._publish, flight, files)
+            flight.work = in_background(partial(self._publish, flight, files), "checkpoint")
 
     def _publish(self, flight: _Flight, files: dict[str, StoredFile]) -> tuple[float, int]:
         """Write the index and rename the folder. Runs in the background on rank 0.
@@ -225,7 +226,11 @@ class Writer:
         Returns the seconds since the checkpoint began, and the bytes of all files except the index.
         """
         place, shards = atomic.partial(flight.folder), sorted(files)
-        _see(place, files)
+        end = time.monotonic() + SEEN_S
+        while wrong := damage(place, files, only_sizes=True):  # a network mount may delay the files of other ranks
+            if time.monotonic() > end:
+                raise OSError(f"{wrong}; check that all machines share the folder")
+            time.sleep(0.1)
         for name, text in flight.texts.items():
             files[name] = atomic.write(place / name, text.encode())
         index = Index(shards=shards, tensors=self._tensors, files=files)
@@ -236,32 +241,6 @@ class Writer:
         with suppress(OSError):  # a failing callback does not undo the checkpoint
             flight.published()
         return seconds, sum(stored.bytes for stored in files.values())
-
-
-def _see(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Wait until the files of other ranks are visible, which a network mount may delay.
-
-    Raises OSError after SEEN_S seconds.
-    """
-    end = time.monotonic() + SEEN_S
-    while wrong := damage(folder, files, only_sizes=True):
-        if time.monotonic() > end:
-            raise OSError(f"{wrong}; check that all machines share the folder")
-        time.sleep(0.1)
-
-
-def _in_background(work: Callable[..., T], *args: Any) -> Future[T]:
-    """Run `work` in a daemon thread, which does not keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
 
 
 def _outcome(work: Future[T] | None) -> tuple[str | None, T | None]:
@@ -279,10 +258,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _raise_first(folder: Path, causes: list[str | None]) -> None:
-    """Raise the error of the first rank that has a cause, on all ranks, and remove the partial folder.
-
-    causes: of each rank; None if it succeeded.
-    """
+    """Raise the first rank's cause that is not None, on all ranks, and remove the partial folder."""
     for rank, cause in enumerate(causes):
         if cause is not None:
             if dist.get_rank() == 0:
@@ -291,3 +267,56 @@ def _raise_first(folder: Path, causes: list[str | None]) -> None:
                 f"the checkpoint '{folder}' cannot be written (rank {rank}: {cause}): free disk space, raise limits "
                 "(ulimit -f), or name another folder with --run-dir"
             )
+
+
+def agreed(tensors: Mapping[str, Tensor]) -> tuple[list[str], dict[str, StoredTensor]]:
+    """Agree on the tensors of which this rank writes its part. Collective.
+
+    Returns their names and, on rank 0, the index entries of all tensors; elsewhere an empty dict.
+    """
+    # Gathered on rank 0 only: the parts of a thousand ranks take a hundred megabytes.
+    everyone = gather_json(held(tensors))
+    names, stored = (None, {}) if everyone is None else divide(everyone)
+    return scatter_json(names), stored
+
+
+def held(tensors: Mapping[str, Tensor]) -> list[Held]:
+    """Return the parts of `tensors` that this rank holds."""
+    return [
+        (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *box_of(tensor))
+        for name, tensor in tensors.items()
+    ]
+
+
+def divide(everyone: Sequence[Sequence[Held]]) -> tuple[list[list[str]], dict[str, StoredTensor]]:
+    """Return the names of the tensors of which each rank writes its part, and the index entries of all tensors.
+
+    everyone: the parts that each rank holds.
+
+    Each part is written by the holder that has the fewest bytes to write so far; ties go to the lowest rank.
+    """
+    parts: dict[tuple[str, tuple[int, ...]], tuple[Held, list[int]]] = {}
+    for rank, mine in enumerate(everyone):
+        for part in mine:
+            parts.setdefault((part[0], tuple(part[3])), (part, []))[1].append(rank)
+    load = [0] * len(everyone)
+    names: list[list[str]] = [[] for _ in everyone]
+    boxes: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+    stored: dict[str, StoredTensor] = {}
+    for (name, dtype, shape, begin, size), holders in parts.values():
+        writer = min(holders, key=load.__getitem__)
+        if name not in stored:
+            stored[name] = StoredTensor.model_validate({"dtype": dtype, "shape": shape, "parts": []})
+        load[writer] += math.prod(size) * getattr(torch, stored[name].dtype).itemsize
+        names[writer].append(name)
+        boxes.setdefault(name, []).append((writer, tuple(begin), tuple(size)))
+    shards = {rank: shard for shard, rank in enumerate(rank for rank, mine in enumerate(names) if mine)}
+    for name, tensor in stored.items():
+        tensor.parts += [(shards[rank], begin, size) for rank, begin, size in boxes[name]]
+        assert tensor.is_filled(len(shards)), f"the parts of {name} fill it"
+    return names, stored
+
+
+def shard_name(rank: int, world: int) -> str:
+    """Return the name of the file that `rank` of `world` writes."""
+    return f"shard-{rank + 1:05d}-of-{world:05d}.safetensors"

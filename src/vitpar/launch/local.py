@@ -10,8 +10,6 @@ The launcher therefore looks for the root cause among all failures (`_Failure.or
 docs/design.md says why this is not torch's elastic agent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -23,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from vitpar.io import writing
 from vitpar.launch.report import ERROR_FILE, Report
@@ -181,7 +179,7 @@ class _Workers:
         finally:
             os.close(pipe)
 
-    def __enter__(self) -> _Workers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -225,10 +223,7 @@ class _Workers:
 
 
 def _supervise(workers: _Workers, stop: StopRequest, patient: bool) -> tuple[int, str]:
-    """Wait until all workers are done, one has failed or the user wants to stop; return exit code and message.
-
-    Workers may still run on return.
-    """
+    """Wait until all workers are done, one has failed or the user wants to stop; return exit code and message."""
     noticed: float | None = None
     passed_on = False
     while not (stop.again if patient else stop.asked):

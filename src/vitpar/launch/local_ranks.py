@@ -1,7 +1,5 @@
 """The ranks of one machine, and its cores and memory, which they share."""
 
-from __future__ import annotations
-
 import platform
 import re
 from collections import Counter
@@ -44,10 +42,7 @@ def local_ranks() -> LocalRanks:
 
 
 def _placed(ranks: Sequence[tuple[str, int, Sequence[int]]], rank: int) -> LocalRanks:
-    """Return the ranks of the machine of `rank`.
-
-    ranks: machine, namespace of processes, and cores of each rank.
-    """
+    """Return the ranks of the machine of `rank`. ranks: machine, namespace of processes, and cores of each rank."""
     machine, processes, own = ranks[rank]
     here = [number for number, other in enumerate(ranks) if other[0] == machine]
     near = tuple(number for number in here if ranks[number][1] == processes)
@@ -56,10 +51,7 @@ def _placed(ranks: Sequence[tuple[str, int, Sequence[int]]], rank: int) -> Local
 
 
 def available_memory() -> int | None:
-    """Return the bytes that processes can still allocate on this machine, within the limits of its control groups.
-
-    None if the system does not say it.
-    """
+    """Return the bytes that processes can still allocate here, within control groups; None if unknown."""
     try:
         memory = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
         groups = Path("/proc/self/cgroup").read_text()
@@ -70,10 +62,7 @@ def available_memory() -> int | None:
 
 
 def _left(groups: str) -> Iterable[int]:
-    """Yield the bytes that are left in each control group with a limit, from this process's outwards.
-
-    groups: content of /proc/self/cgroup.
-    """
+    """Yield the bytes left in each limited control group outwards. groups: content of /proc/self/cgroup."""
     path = re.search(r"^0::/(.*)$", groups, re.MULTILINE)
     own = _CGROUPS / path[1] if path and (_CGROUPS / path[1]).is_dir() else _CGROUPS  # a container sees its own as root
     for group in (own, *own.parents):

@@ -5,8 +5,6 @@ prints nothing: the parent picks the root cause among all (`local.py`), so the u
 which shows the first error, a rank also prints it, since torchrun is silent about ranks that it restarts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json
@@ -21,7 +19,7 @@ import traceback
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn, Self
 
 from vitpar.errors import FaultError, UserError
 from vitpar.launch.world import REPORTS
@@ -50,7 +48,7 @@ class Report(NamedTuple):
     """Formatted traceback up to the headline."""
 
     @classmethod
-    def of(cls, error: BaseException) -> Report:
+    def of(cls, error: BaseException) -> Self:
         """Return the report of `error`, raised now."""
         formatted = traceback.TracebackException.from_exception(error)
         headline = "".join(formatted.format_exception_only())
@@ -60,7 +58,7 @@ class Report(NamedTuple):
         return cls(time.time(), "crash", _is_peer_lost(error), headline.strip(), before)
 
     @classmethod
-    def read(cls, path: Path) -> Report | None:
+    def read(cls, path: Path) -> Self | None:
         """Return the report in the file `path`; None if there is none."""
         return cls(*json.loads(path.read_text())["message"]["report"]) if path.exists() else None
 

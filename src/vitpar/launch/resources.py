@@ -1,7 +1,5 @@
 """Resources of a rank on its machine: GPUs, cores, open files, and memory of freed tensors."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource
@@ -93,10 +91,14 @@ def keep_freed_memory() -> None:
     cost is that resident memory stays at its peak, which fragmentation raises. Does nothing if the environment sets
     these thresholds (MALLOC_MMAP_THRESHOLD_ and its like, GLIBC_TUNABLES), or VITPAR_KEEP_FREED_MEMORY to 0.
     """
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    chosen = any(f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}" in tunables for name in OTHERS)
+    if chosen or os.environ.get("VITPAR_KEEP_FREED_MEMORY") == "0":
+        return
     mallopt = _mallopt()
     # Before glibc 2.35 the mmap threshold is at most 32 MiB. If neither value is accepted, less trimming alone would
     # only make things worse.
-    if mallopt and not _chosen() and (mallopt(_MAP, _NO_TENSOR) or mallopt(_MAP, _LARGE)):
+    if mallopt and (mallopt(_MAP, _NO_TENSOR) or mallopt(_MAP, _LARGE)):
         mallopt(_TRIM, _NEVER)
 
 
@@ -117,13 +119,6 @@ def freed_memory_given_back() -> Iterator[None]:
             mallopt(_MAP, _LARGE)
             mallopt(_TRIM, 2 * _LARGE)
         keep_freed_memory()
-
-
-def _chosen() -> bool:
-    """Return whether the environment says when freed memory is returned, or that it is not kept."""
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    set_by_name = any(f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}" in tunables for name in OTHERS)
-    return set_by_name or os.environ.get("VITPAR_KEEP_FREED_MEMORY") == "0"
 
 
 def _mallopt() -> Callable[[int, int], int] | None:

@@ -8,13 +8,12 @@
 | trains | ends the run after it saved (`StopRequest`) | the same | the same |
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Self
 
 _EARLY = (signal.SIGTERM, signal.SIGUSR1)
 """Signals of schedulers."""
@@ -75,7 +74,7 @@ class StopRequest:
         self.again = False
         self._only_note, self._notice = only_note, notice
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             self._former = {}
             return self
@@ -84,9 +83,7 @@ class StopRequest:
         _unblock()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 

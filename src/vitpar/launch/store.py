@@ -9,7 +9,7 @@
 
 torch waits without a limit for a program that accepts connections and is no store, does not name ranks that do not
 come, and holds back the handlers of signals meanwhile. So every wait here has a limit and runs in a thread
-(`_in_thread`), and rank 0 calls the roll before torch connects the ranks.
+(`in_background`), and rank 0 calls the roll before torch connects the ranks.
 """
 
 from __future__ import annotations
@@ -17,21 +17,18 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
-from threading import Thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from vitpar.errors import LaunchError
 from vitpar.launch.resources import allow_open_files
 from vitpar.launch.world import REPORTS, World
 from vitpar.text import ranks
+from vitpar.threads import in_background
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
 
-T = TypeVar("T")
 MEET_S = 300.0
 """Seconds that a rank waits for rank 0, and then rank 0 for all others, at the start."""
 ANSWER_S = 30.0
@@ -40,6 +37,7 @@ _TIMEOUT = timedelta(minutes=10)
 """Timeout of the store's calls."""
 _HERE, _RESULT = "vitpar/here", "vitpar/roll-call"
 """Keys of the roll call: one a rank, and the error, empty if all have come."""
+_THREAD = "vitpar-meet"
 
 
 def meeting_place(world: World, seconds: float = MEET_S) -> Store | None:
@@ -61,7 +59,7 @@ def meeting_place(world: World, seconds: float = MEET_S) -> Store | None:
     # A launcher opens its port before it imports torch.
     patience = seconds if serves or _agent_serves() else ANSWER_S
     try:
-        return _in_thread(lambda: _store(world, serves), patience)
+        return in_background(lambda: _store(world, serves), _THREAD).result(patience)
     except TimeoutError:
         why = f"no answer in {patience:g} s"
     except (OSError, DistError) as error:
@@ -89,12 +87,11 @@ def roll_call(store: Store, world: World, seconds: float = MEET_S) -> None:
     error = ""
     try:
         if world.rank == 0:
-            _in_thread(lambda: store.wait(keys, timedelta(seconds=seconds)), 2 * seconds)
+            in_background(lambda: store.wait(keys, timedelta(seconds=seconds)), _THREAD).result(2 * seconds)
         else:
             limit = timedelta(seconds=seconds + ANSWER_S)
-            error = _in_thread(
-                lambda: store.wait([_RESULT], limit) or store.get(_RESULT), 2 * seconds + ANSWER_S
-            ).decode()
+            answer = in_background(lambda: store.wait([_RESULT], limit) or store.get(_RESULT), _THREAD)
+            error = answer.result(2 * seconds + ANSWER_S).decode()
     except (DistError, TimeoutError):
         if world.rank:
             raise LaunchError(
@@ -151,17 +148,3 @@ def _store(world: World, serves: bool) -> TCPStore:
         multi_tenant=serves and listener is None,
         master_listen_fd=listener,
     )
-
-
-def _in_thread(work: Callable[[], T], seconds: float) -> T:
-    """Return the result of `work`, or raise its error, or TimeoutError after `seconds`."""
-    future = Future[T]()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, name="vitpar-meet", daemon=True).start()
-    return future.result(seconds)

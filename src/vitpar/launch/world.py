@@ -13,8 +13,6 @@ An MPI world may be nested in a SLURM job, and a torchrun world in either, so la
 out.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -43,10 +41,7 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class World:
-    """Place of this process among all.
-
-    Raises LaunchError if the numbers contradict each other, or for more than MAX_RANKS ranks.
-    """
+    """Place of this process among all. Raises LaunchError for numbers that are impossible."""
 
     rank: int
     """Rank of this process among all."""
@@ -174,10 +169,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
 
 
 def _slurm_step(env: Mapping[str, str]) -> int | None:
-    """Return the number of the srun step that we are a task of.
-
-    None in a batch script, in a shell of salloc, or without SLURM.
-    """
+    """Return the number of our srun step; None in a batch script, in a shell of salloc, or without SLURM."""
     name = "SLURM_STEP_ID" if "SLURM_STEP_ID" in env else "SLURM_STEPID"
     if name not in env:
         return None
@@ -191,10 +183,7 @@ def _slurm_tasks(env: Mapping[str, str]) -> int:
 
 
 def _slurm_tasks_here(env: Mapping[str, str]) -> int:
-    """Return the tasks of the step on this machine.
-
-    They come from a list by machine such as `4(x2),3`, or without one from the number that was requested.
-    """
+    """Return this machine's tasks of the step, from a list by machine such as `4(x2),3` or the number requested."""
     listing = env.get("SLURM_STEP_TASKS_PER_NODE")
     if not listing:
         return _integer(env, "SLURM_NTASKS_PER_NODE")

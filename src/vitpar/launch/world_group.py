@@ -27,9 +27,7 @@ _made: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """Return the group of all ranks that takes CPU tensors: the default group if it does, else a gloo group.
 
-    timeout: of the gloo group's collectives.
-
-    Collective at the first call, which creates that group.
+    Collective at the first call, which creates that group. timeout: of its collectives.
     """
     world = dist.group.WORLD
     assert world is not None, "there is a default process group"
@@ -62,10 +60,7 @@ def gather_json(mine: Json) -> list[Any] | None:
 
 
 def scatter_json(parts: Sequence[Json] | None) -> Any:
-    """Return the part that rank 0 sends to this rank. Collective.
-
-    parts: one for each rank, on rank 0; None elsewhere.
-    """
+    """Return the part that rank 0 sends to this rank. Collective. parts: one a rank, on rank 0; else None."""
     return _exchange(parts or [None] * dist.get_world_size())[0]
 
 

@@ -12,8 +12,8 @@ from vitpar.planner.cost.price import Price, price
 from vitpar.planner.goodput import Conditions, goodput
 from vitpar.planner.sources import estimated_costs, planned_teacher
 from vitpar.recipe.defaults import row_of
+from vitpar.recipe.file import ShippedRecipe
 from vitpar.recipe.recipe import Recipe
-from vitpar.recipe.shipped import ShippedRecipe
 from vitpar.strategy import parse, validate
 from vitpar.tasks import task_of
 from vitpar.tasks.known import task_class

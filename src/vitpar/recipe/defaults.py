@@ -4,8 +4,6 @@
 instead (``vitpar.recipe.sections``), so its meaning does not depend on the data. docs/defaults.md has the table.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress

@@ -4,13 +4,11 @@
 other are refused (``vitpar.recipe.recipe``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from vitpar.recipe.sections.base import Section
+from vitpar.recipe.sections import Section
 from vitpar.recipe.sections.input import TEXT, AugmentSection
 from vitpar.recipe.sections.training import DistillSection, LossScaleSection, OptimizerSection
 from vitpar.strategy import Plan
@@ -21,10 +19,7 @@ R = TypeVar("R", bound=Section)
 
 
 def _keys(**settings: str) -> tuple[str, ...]:
-    """Return dotted keys.
-
-    settings: names of settings, separated by spaces, by section.
-    """
+    """Return dotted keys. settings: names of settings, separated by spaces, by section."""
     return tuple(f"{section}.{name}" for section, names in settings.items() for name in names.split())
 
 
@@ -40,12 +35,19 @@ class Need:
     """Function of a recipe: whether they have an effect."""
 
 
-def _of_optimizers(settings: str, *names: str) -> Need:
-    return Need(
-        _keys(optimizer=settings),
-        f"optimizer.name {' or '.join(names)}",
-        lambda recipe: recipe.optimizer.name in names,
-    )
+def _need(what: str, **settings: str) -> Need:
+    """Return the need of settings for another one.
+
+    what: its key, if it may have any value but 0, false and unset, or key and values, separated by ` or `.
+    """
+    key, _, values = what.partition(" ")
+    section, _, name = key.partition(".")
+
+    def met(recipe: Any) -> bool:
+        value = getattr(getattr(recipe, section), name)
+        return value in values.split(" or ") if values else bool(value)
+
+    return Need(_keys(**settings), what, met)
 
 
 STREAM_CANNOT = _keys(augment="repeats mixup cutmix", data="shuffle_window cache")
@@ -65,17 +67,13 @@ OF_IMAGES = _keys(
 """Settings of images, which tasks of text do not use."""
 
 NEEDS: tuple[Need, ...] = (
-    _of_optimizers("betas", "adamw", "adam", "lion", "lamb", "muon"),
-    _of_optimizers("eps", "adamw", "adam", "lamb", "muon"),
-    _of_optimizers("momentum nesterov", "sgd", "lars", "muon"),
-    _of_optimizers("trust_coefficient", "lars"),
-    _of_optimizers("ns_steps adjust_lr_fn", "muon"),
-    Need(("optimizer.nesterov",), "optimizer.momentum", lambda recipe: recipe.optimizer.momentum > 0),
-    Need(
-        ("optimizer.lr_scaling",),
-        "optimizer.lr_batch_size",
-        lambda recipe: recipe.optimizer.lr_batch_size is not None,
-    ),
+    _need("optimizer.name adamw or adam or lion or lamb or muon", optimizer="betas"),
+    _need("optimizer.name adamw or adam or lamb or muon", optimizer="eps"),
+    _need("optimizer.name sgd or lars or muon", optimizer="momentum nesterov"),
+    _need("optimizer.name lars", optimizer="trust_coefficient"),
+    _need("optimizer.name muon", optimizer="ns_steps adjust_lr_fn"),
+    _need("optimizer.momentum", optimizer="nesterov"),
+    _need("optimizer.lr_batch_size", optimizer="lr_scaling"),
     Need(
         ("lr_schedule.min_lr",),
         "an lr_schedule.shape other than constant",
@@ -86,40 +84,28 @@ NEEDS: tuple[Need, ...] = (
         "lr_schedule.warmup",
         lambda recipe: bool(recipe.lr_schedule.warmup and recipe.lr_schedule.warmup.number),
     ),
-    Need(_keys(train="ema_warmup ema_decay_end"), "train.ema_decay", lambda recipe: recipe.train.ema_decay is not None),
-    Need(("train.clip_by_part",), "train.clip_grad_norm", lambda recipe: recipe.train.clip_grad_norm > 0),
+    _need("train.ema_decay", train="ema_warmup ema_decay_end"),
+    _need("train.clip_grad_norm", train="clip_by_part"),
     Need(("train.activation_memory_budget",), "train.compile", lambda recipe: recipe.train.compile is not False),
-    Need(
-        _keys(train="fp8_min_features fp8_fast_accum"),
-        "train.precision fp8",
-        lambda recipe: recipe.train.precision == "fp8",
-    ),
-    Need(
-        _keys(loss_scale=" ".join(LossScaleSection.model_fields)),
-        "train.precision fp16",
-        lambda recipe: recipe.train.precision == "fp16",
-    ),
-    Need(
-        _keys(loss_scale="min_scale max_scale growth_factor backoff_factor"),
-        "loss_scale.dynamic",
-        lambda recipe: recipe.loss_scale.dynamic,
-    ),
+    _need("train.precision fp8", train="fp8_min_features fp8_fast_accum"),
+    _need("train.precision fp16", loss_scale=" ".join(LossScaleSection.model_fields)),
+    _need("loss_scale.dynamic", loss_scale="min_scale max_scale growth_factor backoff_factor"),
     Need(
         ("faults.non_finite",),
         "another train.precision than fp16, whose [loss_scale] skips such updates",
         lambda recipe: recipe.train.precision != "fp16",
     ),
-    Need(("faults.max_skipped",), "faults.non_finite skip", lambda recipe: recipe.faults.non_finite == "skip"),
+    _need("faults.non_finite skip", faults="max_skipped"),
     Need(
         _keys(data="crop_scale crop_ratio"),
         "crops without data.crop_padding",
         lambda recipe: recipe.data.crop_padding is None,
     ),
-    Need(("data.cache_gb",), "data.cache memory", lambda recipe: recipe.data.cache == "memory"),
+    _need("data.cache memory", data="cache_gb"),
     Need(OF_IMAGES, "a task of images", lambda recipe: recipe.task.name not in TEXT),
-    Need(_keys(lora="alpha targets train weights"), "lora.rank", lambda recipe: recipe.lora.rank is not None),
-    Need(_keys(distill="kind alpha tau plan"), "distill.teacher", lambda recipe: recipe.distill.teacher is not None),
-    Need(("distill.tau",), "distill.kind soft or logits", lambda recipe: recipe.distill.kind != "hard"),
+    _need("lora.rank", lora="alpha targets train weights"),
+    _need("distill.teacher", distill="kind alpha tau plan"),
+    _need("distill.kind soft or logits", distill="tau"),
     Need(
         _keys(track="project name"),
         "wandb or trackio in track.trackers",
@@ -150,11 +136,7 @@ def idle_settings(recipe: Any, plan: Plan | None = None) -> dict[str, str]:
 
 
 def without_idle(recipe: R, plan: Plan) -> tuple[R, list[str]]:
-    """Return `recipe` without the settings that have no effect, and a warning for each that was set.
-
-    recipe: with its precision resolved.
-    plan: of the training.
-    """
+    """Return `recipe`, whose precision is resolved, without settings that have no effect, and a warning for each."""
     warnings, sections = list[str](), dict[str, Section]()
     for key, needed in idle_settings(recipe, plan).items():
         name, _, setting = key.partition(".")

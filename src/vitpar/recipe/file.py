@@ -1,13 +1,9 @@
-"""Reading of recipes: a TOML file, then command-line options, then ``--set section.key=value``; later ones win.
-
-The file names only what differs from the defaults.
-"""
-
-from __future__ import annotations
+"""Reading of recipes: a TOML file, then command-line options, then ``--set section.key=value``; later ones win."""
 
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +15,9 @@ from vitpar.limits import MAX_TOML_BYTES
 from vitpar.models.config import field_names
 from vitpar.models.families import FAMILIES
 from vitpar.recipe.effects import OF_CLASSES, OF_IMAGES
-from vitpar.recipe.other_names import ABSENT, OTHER_NAMES
 from vitpar.recipe.recipe import Recipe
-from vitpar.recipe.sections.base import Section
+from vitpar.recipe.reference import ABSENT, OTHER_NAMES
+from vitpar.recipe.sections import Section
 from vitpar.recipe.sections.input import CLASSIFY, TEXT
 from vitpar.text import literal, nearest, shown
 
@@ -44,7 +40,7 @@ SECTIONS: dict[str, type[BaseModel]] = {name: type(field.default) for name, fiel
 SHIPPED = Path(__file__).parents[1] / "recipes"
 """Folder of the shipped recipes, which can be named without folder and suffix."""
 ABOUT = "about"
-"""Section of a recipe file that describes it (``vitpar.recipe.shipped``) and sets nothing."""
+"""Section of a recipe file that describes it (`About`) and sets nothing."""
 DEFAULT_RECIPE = SHIPPED / "digits.toml"
 """Recipe that is used when neither a recipe nor data is named."""
 
@@ -76,14 +72,17 @@ def read_recipe(
     _refuse_unknown(values)
     _check_alternatives({f"{s}.{k}" for s, section in values.items() if isinstance(section, dict) for k in section})
     given = {key: value for key, value in (options or {}).items() if value is not None}
-    assigned = {}
+    assigned = dict[str, Any]()
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or not key.strip():
             raise RecipeError(
                 f"'{shown(assignment)}' is not an assignment: write --set section.key=value, as in --set train.seed=1"
             )
-        assigned[key.strip()] = _parse_value(text.strip())
+        try:
+            assigned[key.strip()] = parse_toml(f"value = {text.strip()}")["value"]
+        except ValueError:  # text without quotes
+            assigned[key.strip()] = text.strip()
     for source in (given, assigned):
         _check_alternatives(source)
     changes = [*given.items(), *assigned.items()]
@@ -136,10 +135,7 @@ def read_recipe(
 
 
 def checked(values: Mapping[str, object]) -> Recipe:
-    """Return the recipe with `values`, by section and name.
-
-    Raises RecipeError.
-    """
+    """Return the recipe with `values`, by section and name. Raises RecipeError."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -147,10 +143,7 @@ def checked(values: Mapping[str, object]) -> Recipe:
 
 
 def read_section(path: Path, name: str, kind: type[S]) -> S:
-    """Return the section `name`, of the class `kind`, of the recipe `path`, without validating the others.
-
-    Raises RecipeError.
-    """
+    """Return a section of the recipe `path`, of the class `kind`, and ignore the others. Raises RecipeError."""
     try:
         section = _read_toml(path).get(name, {})
         _refuse_unknown({name: section})
@@ -207,24 +200,13 @@ def _refuse_unknown(values: Mapping[str, object]) -> None:
 
 
 def _check_alternatives(keys: Collection[str]) -> None:
-    """Refuse alternative settings of one thing in one source.
-
-    keys: all dotted keys of the source.
-    """
+    """Refuse alternative settings of one thing in one source. keys: all dotted keys of the source."""
     for group, *ways in _ALTERNATIVES:
         given = [f"{group}.{way}" for way in ways if f"{group}.{way}" in keys]
         if len(given) > 1:
             raise RecipeError(f"both {given[0]} and {given[1]} are given: keep one")
     if "data.path" in keys and (streamed := next((key for key in keys if key.startswith("stream.")), None)):
         raise RecipeError(f"both data.path and {streamed} are given: keep one")
-
-
-def _parse_value(text: str) -> Any:
-    """Return the TOML value of `text`, or the text itself if it is not TOML."""
-    try:
-        return parse_toml(f"value = {text}")["value"]
-    except ValueError:
-        return text
 
 
 def _sentence(error: ValidationError) -> str:
@@ -251,9 +233,50 @@ def _nearest_key(key: str) -> str:
     if elsewhere:
         return f" (did you mean '{elsewhere[0]}'?)"
     ends = {known.partition(".")[2]: known for known in reversed(keys)} | OTHER_NAMES
-    return _named(nearest(name, ends), ends) or nearest(key, keys)
+    hint = re.sub("'(.*)'", lambda found: f"'{ends[found[1]]}'", nearest(name, ends))  # with the section of the name
+    return hint or nearest(key, keys)
 
 
-def _named(hint: str, names: Mapping[str, str]) -> str:
-    """Return a hint of `nearest` with the value of the name that it suggests."""
-    return re.sub("'(.*)'", lambda match: f"'{names[match[1]]}'", hint)
+@dataclass(frozen=True)
+class About:
+    """Section [about] of a recipe file."""
+
+    title: str
+    """Model, data and length, in words."""
+    source: str
+    """Paper or code that the settings are from."""
+    published: str
+    """Result that the source reports; "none" if it reports none."""
+    here: str
+    """Parts that were run or tested with vitpar."""
+    samples: int
+    """Training samples of the data set."""
+
+
+@dataclass(frozen=True)
+class ShippedRecipe:
+    """A recipe that can be named without folder and suffix."""
+
+    name: str
+    """Name, as in ``--recipe NAME``."""
+    path: Path
+    """The file."""
+    about: About
+    """Description."""
+
+    def recipe(self) -> Recipe:
+        """Return the recipe."""
+        return read_recipe(self.path)
+
+
+def shipped_recipes() -> list[ShippedRecipe]:
+    """Return all shipped recipes, by name."""
+    return [ShippedRecipe(path.stem, path, About(**read_toml(path)[ABOUT])) for path in sorted(SHIPPED.glob("*.toml"))]
+
+
+def shipped_recipe(name: str) -> ShippedRecipe:
+    """Return a shipped recipe. Raises RecipeError for an unknown name."""
+    known = {one.name: one for one in shipped_recipes()}
+    if name not in known:
+        raise RecipeError(f"no shipped recipe '{shown(name)}'{nearest(name, known)}: `vitpar recipes` lists them")
+    return known[name]

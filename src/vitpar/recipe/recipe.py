@@ -3,8 +3,6 @@
 ``vitpar.recipe.file`` reads them. The merged recipe is written to the run folder.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,9 +20,9 @@ from vitpar.models.description import layer_of
 from vitpar.models.families import family_of, model_config
 from vitpar.models.lora import LoRA, adapted
 from vitpar.recipe.effects import STREAM_CANNOT, idle_settings
-from vitpar.recipe.rates.schedule import LRSchedule
+from vitpar.recipe.rates.schedules import LRSchedule
 from vitpar.recipe.rates.shapes import RunLengths, parse_shape
-from vitpar.recipe.sections.base import Section
+from vitpar.recipe.sections import Section
 from vitpar.recipe.sections.input import CLASSIFY, AugmentSection, DataSection, ModelSection, StreamSection, TaskSection
 from vitpar.recipe.sections.running import (
     AUTO,
@@ -81,11 +79,7 @@ class Recipe(Section):
     track: TrackSection = TrackSection()
 
     @model_validator(mode="after")
-    def _is_consistent(self) -> Self:
-        self._refuse_contradictions()
-        return self
-
-    def _refuse_contradictions(self) -> None:
+    def _refuse_contradictions(self) -> Self:
         """Raise RecipeError for settings that contradict others."""
         train, data, optimizer, cache = self.train, self.data.path, self.optimizer, self.data.cache
         low = REDUCE_DTYPES.get("bf16" if train.precision == "auto" else train.precision)
@@ -153,6 +147,7 @@ class Recipe(Section):
             )
         if train.compile and self.faults.debug_checks:
             raise RecipeError("faults.debug_checks cannot check compiled blocks: set train.compile to false")
+        return self
 
     def __repr__(self) -> str:
         changed = self.model_dump(exclude_defaults=True, mode="json").items()
@@ -163,6 +158,11 @@ class Recipe(Section):
         values = self.model_dump(mode="json")
         return {f"{section}.{key}": value for section, settings in values.items() for key, value in settings.items()}
 
+    def updated(self, **changes: Mapping[str, Any]) -> Self:
+        """Return the recipe with changed settings, by section and name. They are not validated."""
+        sections = {name: getattr(self, name).model_copy(update=settings) for name, settings in changes.items()}
+        return self.model_copy(update=sections)
+
     @property
     def data_name(self) -> str:
         """Source of the training data, for messages."""
@@ -171,11 +171,9 @@ class Recipe(Section):
         return train if isinstance(train, str) else ", ".join(train)
 
     def config(self, num_classes: int, usual: Mapping[str, Any] = {}) -> ModelConfig:
-        """Return the configuration of the model with `num_classes` outputs (``Task.outputs``).
+        """Return the configuration of the model with `num_classes` outputs (``Task.outputs``). Raises ModelError.
 
         usual: further fields, for those that the recipe does not set (``Task.model_options``).
-
-        Raises ModelError.
         """
         fields = self.model.model_dump(exclude_none=True, exclude={"weights"})
         known, own = field_names(family_of(fields["name"])), fields.pop("options", {})
@@ -216,15 +214,10 @@ class Recipe(Section):
         return frozenset(of_head) - shared
 
     def with_precision(self, name: str) -> Self:
-        """Return the recipe in the precision `name` if train.precision is auto, else unchanged.
-
-        Raises RecipeError for settings that have no effect in it.
-        """
+        """Return the recipe in the precision `name` instead of auto. Raises RecipeError for clashes with it."""
         if self.train.precision != "auto":
             return self
-        changed = self.model_copy(update={"train": self.train.model_copy(update={"precision": name})})
-        changed._refuse_contradictions()
-        return changed
+        return self.updated(train={"precision": name})._refuse_contradictions()  # type: ignore[operator]  # a method again, which mypy does not know
 
     def plan(self, config: ModelConfig, resolve: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
         """Return the plan of `parallel.mesh`, validated against the model and the batch.
@@ -262,10 +255,7 @@ class Recipe(Section):
         return self.model_copy(update={"parallel": ParallelSection.of(plan)})
 
     def requested_plans(self) -> list[Plan]:
-        """Return the plan of `parallel.mesh`, a strategy or a plan.json, and those of `parallel.fallback_meshes`.
-
-        Raises StrategyError.
-        """
+        """Return the plans of `parallel.mesh`, also of a plan.json, and of its fallbacks. Raises StrategyError."""
         fields = self.parallel.model_dump()
         mesh, fallbacks = fields.pop("mesh"), fields.pop("fallback_meshes")
         if mesh == AUTO:
@@ -274,7 +264,11 @@ class Recipe(Section):
                 "`vitpar search` finds"
             )
         if not mesh.endswith(".json"):
-            return [replace(parse(mesh), **fields), *(_alternative(parse(other), fields) for other in fallbacks)]
+            plans = [replace(parse(mesh), **fields)]
+            for plan in map(parse, fallbacks):  # one without a pipeline has no settings of pipelines
+                kept = fields if plan.pp != 1 else {name: fields[name] for name in ("microbatches", "microbatch_size")}
+                plans.append(replace(plan, **kept))
+            return plans
         if not self.parallel.model_fields_set <= {"mesh", "fallback_meshes"}:
             raise RecipeError(
                 f"'{shown(mesh)}' is a complete plan: leave out the other settings of [parallel], or change the file"
@@ -295,14 +289,12 @@ class Recipe(Section):
         assert self.train.epochs is not None
         return math.ceil(self.train.epochs * samples / self.train.batch_size)
 
-    def with_batch_size(self, images: int) -> Recipe:
+    def with_batch_size(self, images: int) -> Self:
         """Return the recipe with another batch size, and lengths in steps that see as many images as before."""
         ratio = Fraction(self.train.batch_size, images)
         steps, warmup = self.train.steps, self.lr_schedule.warmup
         steps, warmup = steps and math.ceil(steps * ratio), warmup and warmup.scaled(ratio)
-        train = self.train.model_copy(update={"batch_size": images, "steps": steps})
-        schedule = self.lr_schedule.model_copy(update={"warmup": warmup})
-        return self.model_copy(update={"train": train, "lr_schedule": schedule})
+        return self.updated(train={"batch_size": images, "steps": steps}, lr_schedule={"warmup": warmup})
 
     def lengths(self, samples: int) -> RunLengths:
         """Return the lengths of a run on a training set, which intervals refer to."""
@@ -345,12 +337,6 @@ def _listed(key: str, text: str, config: ModelConfig) -> frozenset[str]:
         return listed_parameters(text, config)
     except StrategyError as error:
         raise RecipeError(f"{key}: {error}") from None
-
-
-def _alternative(plan: Plan, fields: Mapping[str, Any]) -> Plan:
-    """Return `plan` with the settings of [parallel], without those of pipelines if it has no pipeline."""
-    kept = fields if plan.pp != 1 else {name: fields[name] for name in ("microbatches", "microbatch_size")}
-    return replace(plan, **kept)
 
 
 def first_that_fits(wanted: Sequence[Plan], fit: Callable[[Plan], Plan]) -> Chosen:

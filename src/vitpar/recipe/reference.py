@@ -1,6 +1,4 @@
-"""Reference of all settings, from the fields of the sections: `vitpar settings` prints it."""
-
-from __future__ import annotations
+"""Reference of all settings, which `vitpar settings` prints, and their names in other tools, which errors suggest."""
 
 import json
 from collections.abc import Iterator
@@ -13,9 +11,64 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen
 from vitpar.errors import RecipeError
 from vitpar.intervals import Interval
 from vitpar.limits import MAX_COUNT
-from vitpar.recipe.other_names import OTHER_NAMES
 from vitpar.recipe.recipe import Recipe
 from vitpar.text import nearest, shown
+
+_NAMES_ELSEWHERE = {
+    "task.options.bce": "bce_loss",
+    "task.options.bce_positive_weight": "bce_pos_weight",
+    "task.options.bce_sum": "bce_sum",
+    "task.options.bce_target_threshold": "bce_target_thresh",
+    "model.depth": "num_layers",
+    "model.drop_path": "drop_path_rate",
+    "model.image_size": "img_size",
+    "model.mlp_hidden_dim": "mlp_ratio",
+    "model.num_reg_tokens": "reg_tokens",
+    "model.weights": "pretrained",
+    "data.crop_padding": "padding",
+    "data.crop_ratio": "ratio",
+    "data.crop_scale": "scale",
+    "data.flip": "hflip",
+    "data.path": "data_dir",
+    "data.workers": "num_workers",
+    "augment.policy": "aa auto_augment",
+    "augment.random_erasing": "random_erase reprob",
+    "optimizer.betas": "opt_betas",
+    "optimizer.eps": "opt_eps",
+    "optimizer.layer_decay": "layerwise_decay",
+    "optimizer.lr": "learning_rate lr_base",
+    "optimizer.lr_batch_size": "lr_base_size",
+    "optimizer.lr_scaling": "lr_base_scale",
+    "optimizer.momentum": "momentum_beta",
+    "optimizer.name": "opt",
+    "optimizer.weight_decay": "start_weight_decay wd",
+    "optimizer.weight_decay_end": "end_weight_decay final_weight_decay",
+    "lr_schedule.after_warmup": "warmup_prefix",
+    "lr_schedule.min_lr": "min_lr",
+    "lr_schedule.per_epoch": "sched_on_updates",
+    "lr_schedule.shape": "lr_scheduler_type sched",
+    "lr_schedule.warmup": "warmup_epochs warmup_ratio warmup_steps",
+    "train.batch_size": "bs global_batch_size",
+    "train.clip_grad_norm": "clip_grad gradient_clip_val max_grad_norm",
+    "train.compile": "torchcompile",
+    "train.ema_decay": "model_ema model_ema_decay",
+    "train.epochs": "max_epochs num_epochs num_train_epochs",
+    "train.label_smoothing": "smoothing",
+    "train.log_every": "log_interval",
+    "train.precision": "amp dtype mixed_precision",
+    "train.steps": "max_steps",
+    "checkpoint.every": "every_epochs every_minutes every_samples every_steps save_steps",
+    "parallel.microbatches": "accumulate_grad_batches grad_accum_steps gradient_accumulation_steps num_microbatches",
+    "track.name": "run_name",
+    "track.project": "project_name",
+    "track.trackers": "report_to",
+}
+"""Names of vitpar's settings elsewhere: options of timm and Megatron, and arguments of torchvision, Lightning and
+transformers' Trainer."""
+OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
+"""vitpar's key by the last part of the name elsewhere."""
+ABSENT = {"num_classes": "the number of classes comes from the data"}
+"""Why vitpar has no such setting, by its name elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +91,18 @@ def settings() -> Iterator[Setting]:
         for name, setting in field.annotation.model_fields.items():  # type: ignore[union-attr]
             effect = " ".join((setting.description or "").split())
             kind = _type(setting.annotation) + _range(setting.metadata)
-            yield Setting(f"{section}.{name}", kind, _toml(setting.default), effect)
+            default = str(setting.default) if isinstance(setting.default, Interval) else setting.default
+            if isinstance(default, float) and 0 < default < 1e-3:
+                written = f"{default:g}"
+            else:
+                written = "unset" if default is None else json.dumps(default)
+            yield Setting(f"{section}.{name}", kind, written, effect)
 
 
 def find(key: str) -> list[Setting]:
-    """Return the settings that `key` names.
+    """Return the settings that `key` names. Raises RecipeError.
 
     key: dotted key of a setting, a section for all of its settings, or the last part of a key here or in other tools.
-
-    Raises RecipeError.
     """
     every = list(settings())
     matching = [one for one in every if key == one.key.partition(".")[0]]
@@ -62,16 +118,6 @@ def find(key: str) -> list[Setting]:
 def about(section: str) -> str:
     """Return the docstring of a section, in one paragraph."""
     return " ".join((Recipe.model_fields[section].annotation.__doc__ or "").split())
-
-
-def _toml(value: Any) -> str:
-    if value is None:
-        return "unset"
-    if isinstance(value, Interval):
-        value = str(value)
-    if isinstance(value, float) and 0 < value < 1e-3:
-        return f"{value:g}"
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 _NAMES = {Interval: "interval", str: "string", int: "integer", float: "number", bool: "true or false"}

@@ -8,21 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitpar.errors import RecipeError
-from vitpar.recipe.defaults import (
-    FEW_IMAGES,
-    FINE_TUNED,
-    SIZES,
-    TASKS,
-    TINY_IMAGES,
-    for_fine_tuning,
-    with_defaults,
-)
+from vitpar.recipe.defaults import FEW_IMAGES, FINE_TUNED, SIZES, TASKS, TINY_IMAGES, for_fine_tuning, with_defaults
 from vitpar.recipe.effects import COMMANDS
 from vitpar.recipe.file import DEFAULT_RECIPE, read_recipe, refuse_unknown_key
 from vitpar.recipe.recipe import Recipe
 from vitpar.recipe.sections.input import CLASSIFY, TEXT
-from vitpar.recipe.sections.running import AUTO
-from vitpar.recipe.trackers import refuse_missing
+from vitpar.recipe.sections.running import AUTO, refuse_missing
 from vitpar.strategy import parse
 from vitpar.text import either, shown
 
@@ -62,10 +53,6 @@ class RecipeRequest:
         """Return the request with further settings `given`."""
         return replace(self, given={**self.given, **given})
 
-    def value(self, key: str) -> object:
-        """Return the value of a setting in `given`; None if it is not given."""
-        return self.given.get(key)
-
     @property
     def assigned(self) -> list[str]:
         """Keys of `assignments`."""
@@ -78,10 +65,7 @@ class RecipeRequest:
         return any(key == "data.path" or key.startswith("stream.") for key in keys)
 
     def refuse_early(self) -> None:
-        """Refuse a strategy, data set or tracker that cannot be used, before any file is read.
-
-        Raises StrategyError, DataError and RecipeError.
-        """
+        """Raise UserError for a strategy, data set or tracker that cannot be used, before any file is read."""
         mesh, data, trackers = (self.given.get(key) for key in ("parallel.mesh", "data.path", "track.trackers"))
         if isinstance(mesh, str) and mesh != AUTO and not mesh.endswith(".json"):
             parse(mesh)
@@ -94,10 +78,7 @@ class RecipeRequest:
                 read_manifest(data)  # raises
 
     def refuse_idle(self, doing: str) -> None:
-        """Raise RecipeError if an assignment gives a setting that has no effect on a command.
-
-        doing: kind of command, a key of ``COMMANDS``.
-        """
+        """Raise RecipeError for an assignment without effect on a command. doing: its kind, a key of ``COMMANDS``."""
         used = COMMANDS[doing]
         for key in self.assigned:
             refuse_unknown_key(key)
@@ -108,11 +89,9 @@ class RecipeRequest:
                 )
 
     def read(self, without: Collection[str] = ()) -> Recipe:
-        """Return the recipe. Without a file and without data it is the shipped digits recipe.
+        """Return the recipe. Without a file and without data it is the shipped digits recipe. Raises RecipeError.
 
         without: sections of the file to leave out.
-
-        Raises RecipeError.
         """
         if self.path is not None or self.given.get("data.path") is not None:
             return read_recipe(self.path, self.given, self.assignments, without=without)
@@ -121,13 +100,11 @@ class RecipeRequest:
         return read_recipe(DEFAULT_RECIPE, self.given, self.assignments, without=("model",) if named else ())
 
     def read_with_defaults(self, without: Collection[str] = ()) -> Merged:
-        """Return the recipe of a training.
+        """Return the recipe of a training. Raises RecipeError and DataError.
 
         If data is named without a recipe file, defaults for the task and the number of its samples
         (``vitpar.recipe.defaults``) fill the settings that are not given, and for a run that begins with
         weights those for fine-tuning. Otherwise the recipe is that of `read`.
-
-        Raises RecipeError and DataError.
         """
         if self.path is not None or not self.names_data:
             return Merged(self.read(without))
@@ -141,8 +118,17 @@ class RecipeRequest:
         from vitpar.data.shards.manifest import read_manifest
 
         manifest = read_manifest(begun.data.path)
-        _refuse_other_data(begun, manifest.text is not None)
+        task, path = begun.task.name, shown(begun.data.path)
+        if manifest.text is None and task in TEXT:
+            raise RecipeError(
+                f"'{path}' holds images, but task '{task}' reads text: leave --task out, or pack text with `vitpar "
+                "data pack SRC DST --tokens N`"
+            )
         if manifest.text is not None:
+            if task == CLASSIFY:
+                raise RecipeError(
+                    f"'{path}' holds text, which task '{CLASSIFY}' does not read: give --task {either(TEXT)}"
+                )
             samples = manifest.splits["train"].samples
             return Merged(with_defaults(begun, samples), samples)
         from vitpar.data.shards.shard_set import ShardSet
@@ -160,24 +146,11 @@ class RecipeRequest:
         For a recipe that came with weights or a checkpoint: the user may not have read it, so its URLs may run
         commands, and the run may be sent elsewhere, only with the user's new consent.
         """
-        stream, checkpoint = recipe.stream, recipe.checkpoint
-        if "stream.allow_pipe" not in self.assigned and stream.allow_pipe:
-            stream = stream.model_copy(update={"allow_pipe": False})
-        if "checkpoint.copy_to" not in self.assigned and checkpoint.copy_to:
-            checkpoint = checkpoint.model_copy(update={"copy_to": None})
-        return recipe.model_copy(update={"stream": stream, "checkpoint": checkpoint})
-
-
-def _refuse_other_data(recipe: Recipe, text: bool) -> None:
-    """Raise RecipeError if the task does not read the data. text: whether they are text."""
-    task, path = recipe.task.name, shown(recipe.data.path)
-    if text and task == CLASSIFY:
-        raise RecipeError(f"'{path}' holds text, which task '{CLASSIFY}' does not read: give --task {either(TEXT)}")
-    if not text and task in TEXT:
-        raise RecipeError(
-            f"'{path}' holds images, but task '{task}' reads text: leave --task out, or pack text with `vitpar data "
-            "pack SRC DST --tokens N`"
-        )
+        if "stream.allow_pipe" not in self.assigned and recipe.stream.allow_pipe:
+            recipe = recipe.updated(stream={"allow_pipe": False})
+        if "checkpoint.copy_to" not in self.assigned and recipe.checkpoint.copy_to:
+            recipe = recipe.updated(checkpoint={"copy_to": None})
+        return recipe
 
 
 def _hints(recipe: Recipe, begun: Recipe, images: int) -> Iterator[str]:

@@ -6,8 +6,6 @@ images have another size. Of a masked autoencoder, a Vision Transformer takes th
 takes weights with a class token, which becomes a register.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,7 +17,7 @@ from torch import Tensor
 from vitpar.checkpoint.folder import Checkpoint
 from vitpar.checkpoint.index import INDEX
 from vitpar.data.stream.stream_set import ImageSet
-from vitpar.errors import ModelError, RecipeError
+from vitpar.errors import CheckpointError, ModelError, RecipeError
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import MadeTensor
 from vitpar.models.families import model_config
@@ -47,18 +45,6 @@ _OF_THE_RUN = (
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """How a run starts from its initial weights."""
-
-    notes: tuple[str, ...]
-    """Differences, as sentences."""
-    new_classifier: bool
-    """Whether the classifier keeps its initial values."""
-    outputs: tuple[int, ...] | None
-    """Row of the weights' classifier for each class of the data; None to keep their order."""
-
-
-@dataclass(frozen=True)
 class Opened:
     """Weights to begin with."""
 
@@ -70,6 +56,20 @@ class Opened:
     """Differences from what the folder has, as sentences; none for weights that are used as they are."""
     kept: tuple[str, ...] = ()
     """Parameters besides the classifier that keep their initial values."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a run starts from its initial weights."""
+
+    weights: Opened
+    """The weights."""
+    notes: tuple[str, ...]
+    """Differences, as sentences."""
+    new_classifier: bool
+    """Whether the classifier keeps its initial values."""
+    outputs: tuple[int, ...] | None
+    """Row of the weights' classifier for each class of the data; None to keep their order."""
 
 
 def opened_for(folder: Path, config: ModelConfig) -> Opened:
@@ -116,13 +116,11 @@ def _made(tensors: Mapping[str, MadeTensor], read: Callable[[str], Tensor]) -> C
 
 
 def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: ImageSet) -> Beginning:
-    """Return how the run starts from the recipe's initial weights.
+    """Return how the run starts from the recipe's initial weights. Raises as `opened_for` does.
 
     config: configuration of the run.
     task: matches the outputs of the weights with the data.
     data: training set.
-
-    Raises as `opened_for` does.
     """
     assert recipe.model.weights is not None
     folder, config = Path(recipe.model.weights), config.unadapted
@@ -146,7 +144,7 @@ def beginning(recipe: Recipe, config: ModelConfig, task: Task, data: ImageSet) -
     for name in ("mean", "std"):
         if (mine := getattr(recipe.data, name)) != (theirs := getattr(known, name)):
             notes.append(f"images are normalised with {name} {mine}, but with {theirs} for the weights")
-    return Beginning(tuple(notes), new, match.outputs)
+    return Beginning(weights, tuple(notes), new, match.outputs)
 
 
 @torch.no_grad()
@@ -175,19 +173,14 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: ImageSet, ema:
 
     Raises what `beginning` does, and CheckpointError for a checkpoint that is damaged.
     """
-    start, config = beginning(recipe, model.config, task, data), model.config.unadapted
+    start = beginning(recipe, model.config, task, data)
     assert recipe.model.weights is not None
-    folder = Path(recipe.model.weights)
-    weights = opened_for(folder, config)
-    resizes = config.image_size != weights.config.image_size
-    adapted = {POSITIONS} if resizes else set[str]()
+    folder, weights = Path(recipe.model.weights), start.weights
+    kept = {*weights.kept, *adapters_of(model.config)}
     if start.new_classifier or start.outputs is not None:
-        adapted |= {*CLASSIFIERS}
-    adapted |= {*weights.kept, *adapters_of(model.config)}
-    fill(model, folder, weights, adapted)
+        kept |= {*CLASSIFIERS}
+    fill(model, folder, weights, kept)
     for name, parameter in model.named_parameters():
-        if name == POSITIONS and resizes:
-            copy_whole_(parameter, resampled(weights.read(POSITIONS), *grid_of(config, parameter.shape)))
         if name in CLASSIFIERS and start.outputs is not None:
             copy_whole_(parameter, weights.read(name)[list(start.outputs)])
     model.parameters_changed()
@@ -197,20 +190,29 @@ def begin(model: ParallelModel, recipe: Recipe, task: Task, data: ImageSet, ema:
 
 
 @torch.no_grad()
-def fill(model: ParallelModel, folder: Path, weights: Opened, kept: Collection[str]) -> None:
+def fill(model: ParallelModel | PlainModel, folder: Path, weights: Opened, kept: Collection[str]) -> None:
     """Fill the parameters of `model`, but those `kept`, from `weights`, opened in `folder`. Collective.
+
+    Learned positions are interpolated if images have another size.
 
     Raises DataError and CheckpointError for damaged files.
     """
-    if not weights.changes:
-        load_weights(model, folder, kept)
-        return
-    if (folder / INDEX).exists():
+    config = model.config.unadapted
+    resized = {POSITIONS} if config.image_size != weights.config.image_size else set[str]()
+    if isinstance(model, ParallelModel) and not weights.changes:
+        load_weights(model, folder, {*kept, *resized})
+        kept = [name for name, _ in model.named_parameters()]
+    elif (folder / INDEX).exists() and isinstance(model, ParallelModel):
         Checkpoint.open_whole(folder)  # verifies the files
+    elif (folder / INDEX).exists() and (wrong := Checkpoint.open(folder).damage()):  # without a process group
+        raise CheckpointError(f"the checkpoint '{folder}' is damaged: {wrong}")
     for name, parameter in model.named_parameters():
-        if name not in kept:
+        if name in resized:
+            copy_whole_(parameter, resampled(weights.read(name), *grid_of(config, parameter.shape)))
+        elif name not in kept:
             copy_whole_(parameter, weights.read(name))
-    model.parameters_changed()
+    if isinstance(model, ParallelModel):
+        model.parameters_changed()
 
 
 def create_model(
@@ -244,17 +246,8 @@ def create_model(
     model = PlainModel(config)
     initialise(model, seed, config)
     model.tie()
-    if folder is None:
-        return model
-    if (folder / INDEX).exists():
-        Checkpoint.open_whole(folder)  # verifies the files
-    opened = opened_for(folder, config)
-    new = bool(opened.changes) or config.num_classes != opened.config.num_classes
-    kept = {*opened.kept, *(CLASSIFIERS if new else ())}
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key == POSITIONS and config.image_size != opened.config.image_size:
-                parameter.copy_(resampled(opened.read(key), *grid_of(config, parameter.shape)))
-            elif key not in kept:
-                parameter.copy_(opened.read(key))
+    if folder is not None:
+        opened = opened_for(folder, config)
+        new = bool(opened.changes) or config.num_classes != opened.config.num_classes
+        fill(model, folder, opened, {*opened.kept, *(CLASSIFIERS if new else ())})
     return model

@@ -1,10 +1,8 @@
-"""Components of a training, built from a recipe to train or to measure.
+"""Components of a training, built from a recipe to train or to measure: the model, and all that a step uses."""
 
-They are the model under its plan, and all that takes part in a step.
-"""
-
-from __future__ import annotations
-
+import hashlib
+import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +10,8 @@ from pathlib import Path
 import torch
 
 from vitpar.data.stream.stream_set import ImageSet
+from vitpar.errors import RecipeError
+from vitpar.launch.world_group import all_gather_json
 from vitpar.models.config import ModelConfig
 from vitpar.parallel import Communication, ParallelModel
 from vitpar.parallel.attention import AttentionChoice, choose_attention
@@ -21,13 +21,14 @@ from vitpar.parallel.precision import slow_here
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.strategy.execution import Execution
+from vitpar.strategy.plan_json import plan_text
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.dino import DINO
 from vitpar.tasks.input import Input
 from vitpar.tasks.inputs import build_input
 from vitpar.tasks.probe import refuse_wrong_task
 from vitpar.tasks.teacher import SelfTeacher, Teacher
-from vitpar.training.agreement import refuse_disagreement
+from vitpar.text import ranks, shown
 from vitpar.training.faults.non_finite import NonFinite
 from vitpar.training.optim.average import EMA
 from vitpar.training.optim.loss_scale import LossScaler
@@ -41,6 +42,9 @@ from vitpar.weights.folder import fingerprint
 
 TRAINING_DATA = "the training data"
 """Name of the training set among the data that ranks compare."""
+
+LOCAL = ("data.path", "data.workers", "model.weights", "distill.teacher")
+"""Settings that may differ between machines: the content of the files is compared instead of their paths."""
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,7 @@ class TrainingComponents:
 
 
 def execution(recipe: Recipe, config: ModelConfig, plan: Plan, compile_blocks: bool) -> Execution:
-    """Return the settings of `recipe` that decide how steps of `plan` are executed.
-
-    Raises RecipeError for frozen parameters that the model lacks.
-    """
+    """Return the recipe's settings for executing `plan`. Raises RecipeError for parameters that it cannot freeze."""
     train = recipe.train
     return Execution(
         batch_size=train.batch_size,
@@ -180,3 +181,42 @@ def build(
     warnings = tuple(filter(None, (because, passes, slow_here(train.precision, device))))
     watch = NonFinite(recipe, model, scaler)
     return TrainingComponents(recipe, task, model, optimizer, scaler, watch, ema, teacher, warnings)
+
+
+def refuse_disagreement(
+    recipe: Recipe, plan: Plan, data: Mapping[str, ImageSet | None], others: Mapping[str, str | None]
+) -> None:
+    """Raise RecipeError on all ranks, with the name and values of what differs, unless all would compute the same.
+
+    A launcher starts the command on every machine, where files, packages and command lines may differ. Ranks that draw
+    other samples or take another batch would train another model than the recipe says, without an error.
+
+    Collective: one message of a digest per rank.
+
+    recipe: with its precision resolved.
+    plan: with known degrees.
+    data: data sets that are read, by name; None for one that does not exist.
+    others: further facts by name.
+    """
+    facts: dict[str, object] = {key: value for key, value in recipe.flat().items() if key not in LOCAL}
+    for name, images in data.items():
+        if images is not None:
+            classes = hashlib.sha256(json.dumps(images.names_of_classes).encode()).hexdigest()
+            facts |= {f"the content of {name}": images.fingerprint, f"the classes of {name}": classes}
+    # The package itself stands above its parts, which do not import it.
+    versions = {"vitpar's version": sys.modules["vitpar"].__version__, "torch's version": torch.__version__}
+    facts |= {"the plan": plan_text(plan), **versions, **others}
+    mine = {name: json.dumps(value) for name, value in facts.items()}
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
+    if len({*all_gather_json(digest)}) == 1:
+        return
+    everyone: list[dict[str, str]] = all_gather_json(mine)
+    for name in dict.fromkeys(name for one in everyone for name in one):
+        groups: dict[str, list[int]] = {}
+        for rank, one in enumerate(everyone):
+            groups.setdefault(one.get(name, "missing"), []).append(rank)
+        if len(groups) > 1:
+            values = " and ".join(f"{shown(value)} on {ranks(where)}" for value, where in groups.items())
+            raise RecipeError(
+                f"ranks disagree: {name} is {values}: give all ranks the same command, recipe, data and packages"
+            )

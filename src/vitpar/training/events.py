@@ -10,7 +10,6 @@ from vitpar.models.config import ModelConfig
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan
 from vitpar.tasks import Task
-from vitpar.training.run_folder import RunFolder
 
 Row = dict[str, Any]
 """Row of metrics.jsonl, or a summary: numbers and words by name."""
@@ -100,56 +99,3 @@ class Reporter:
 
     def close(self) -> None:
         """Release the terminal, also after an error. Further calls do nothing."""
-
-
-class Logged(Reporter):
-    """Reporter that writes events to the log.txt of `folder`, warnings and the end also to its metrics.jsonl.
-
-    It passes all events on to `shown`.
-    """
-
-    def __init__(self, folder: RunFolder, shown: Reporter, task: Task) -> None:
-        self._log, self._event, self._shown, self._task = folder.log, folder.event, shown, task
-
-    def started(self, header: RunHeader) -> None:
-        sample = self._task.SAMPLE
-        self._log(
-            f"start  {header.config.name}, {header.parameters:,} parameters, {header.plan} on {header.device}, "
-            f"{header.train_samples:,} training {sample}s, {header.val_samples:,} validation {sample}s, "
-            f"{header.steps:,} steps of batch size {header.recipe.train.batch_size:,}"
-        )
-        self._shown.started(header)
-
-    def stepped(self, row: Row) -> None:
-        loss, norm = (float("nan") if row[key] is None else row[key] for key in ("loss", "grad_norm"))
-        scale = f"scale {row['loss_scale']:,.10g}  " if "loss_scale" in row else ""
-        measured = self._task.training_words(row)
-        measured = measured and f"{measured}  "
-        self._log(
-            f"step {row['step']:,}  loss {loss:.4f}  {measured}lr {row['lr']:.3g}  grad norm {norm:.3g}  {scale}"
-            f"{row['images_per_second']:,.1f} {self._task.SAMPLE}s/s  step {row['step_ms']:,.1f} ms  "
-            f"data {row['data_ms']:,.1f} ms"
-        )
-        self._shown.stepped(row)
-
-    def evaluating(self, images: int, total: int) -> None:
-        self._shown.evaluating(images, total)
-
-    def evaluated(self, row: Row) -> None:
-        self._log(f"eval {row['step']:,}  val {self._task.words(row)}")
-        self._shown.evaluated(row)
-
-    def note(self, text: str) -> None:
-        self._log(f"warning: {text}")
-        self._event("warning", text=text)
-        self._shown.note(text)
-
-    def info(self, text: str) -> None:
-        self._log(text)
-        self._shown.info(text)
-
-    def finished(self, summary: Row) -> None:
-        result = f"val {self._task.words(summary)}" if self._task.best.name in summary else "not evaluated"
-        self._log(f"done  {result}  weights {summary['weights']}")
-        self._event("done")
-        self._shown.finished(summary)

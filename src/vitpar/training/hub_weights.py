@@ -1,7 +1,5 @@
 """Weights that a user names on the Hugging Face hub."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path

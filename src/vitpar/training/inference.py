@@ -1,12 +1,7 @@
-"""Outputs of a model for single images: logits, the features that the classifier reads, and pictures.
-
-They are computed on one device. Images are prepared as evaluation prepares them (``ImageInput.eval_batches``).
-"""
-
-from __future__ import annotations
+"""Outputs of a model on one device, for images prepared as in evaluation: logits, features and pictures."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +30,7 @@ class Outputs:
 
 
 def classifiers(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names of the modules of a model's head that compute the classes.
-
-    Raises ModelError for a model that does not say which they are.
-    """
+    """Return the modules of the head that compute the classes. Raises ModelError if the model does not say it."""
     if not config.classifiers:
         raise ModelError(
             f"the head of {config.name} names no classifier, so its features are unknown: give its last linear layer "
@@ -85,11 +77,6 @@ def _classifier_inputs(model: ParallelModel) -> Iterator[Callable[[], Tensor]]:
             handle.remove()
 
 
-@contextmanager
-def _no_inputs(model: ParallelModel) -> Iterator[Callable[[], Tensor]]:
-    yield lambda: torch.empty(model.batch_size, 0)
-
-
 def outputs(
     model: ParallelModel,
     source: ImageInput,
@@ -108,7 +95,8 @@ def outputs(
     loader does.
     """
     assert model.plan.world_size == 1, "outputs are computed on one device"
-    recording = _classifier_inputs(model) if features else _no_inputs(model)
+    without = nullcontext(lambda: torch.empty(model.batch_size, 0))
+    recording = _classifier_inputs(model) if features else without
     with recording as taken, closing(iter(source.eval_batches(images))) as batches:
         for number, batch in enumerate(batches):
             logits = model.predict(source.images(batch), model.batch_size)
@@ -141,25 +129,16 @@ def answers(
     ]
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """Pictures of an image of a set."""
-
-    loss: float
-    """Loss of the image."""
-    pixels: Mapping[str, Tensor]
-    """Pictures by name, the original first, uint8 [3, size, size] on the CPU."""
-
-
 def pictures(
     model: ParallelModel,
     source: ImageInput,
     images: NotedImages,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Iterator[Pictures]:
-    """Yield the pictures of the images of a set that the task draws (``Task.PICTURES``), in order.
+) -> Iterator[tuple[float, Mapping[str, Tensor]]]:
+    """Yield loss and pictures of the images of a set, in order. The task draws them (``Task.PICTURES``).
 
-    Images that cannot be read are left out. model, progress: as for `outputs`. Raises DataError as the loader does.
+    Pictures are by name, the original first, uint8 [3, size, size] on the CPU. Images that cannot be read are left out.
+    model, progress: as for `outputs`. Raises DataError as the loader does.
     """
     assert model.plan.world_size == 1, "pictures are drawn on one device"
     task = source.task
@@ -176,6 +155,5 @@ def pictures(
             shown = {name: source.normalize.pixels(picture).cpu() for name, picture in drawn.items()}
             for row in (labels != IGNORED).nonzero().flatten().tolist():
                 loss = task.result(task.sums(outputs[row : row + 1], given.targets[row : row + 1]))[LOSS.name]
-                one = {name: picture[row] for name, picture in shown.items()}
-                yield Pictures(loss, {"original": batch.images[row], **one})
+                yield loss, {"original": batch.images[row], **{name: one[row] for name, one in shown.items()}}
             progress(min(len(images), number * model.batch_size), len(images))

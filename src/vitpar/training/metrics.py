@@ -1,6 +1,4 @@
-"""Rows of metrics.jsonl: collected without waiting for the device, completed once per log interval."""
-
-from __future__ import annotations
+"""Rows of metrics.jsonl: collected without waiting for the device, completed once per log interval, and watched."""
 
 import math
 import resource
@@ -10,29 +8,31 @@ import zlib
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from vitpar.data.loader import Batch
 from vitpar.io import parse_toml
 from vitpar.launch.world_group import all_reduce_
 from vitpar.models.config import ModelConfig
 from vitpar.models.derived import with_frozen
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import PRECISIONS
+from vitpar.recipe import Recipe
 from vitpar.tasks import Metric
-from vitpar.training.device_load import device_load
-
-if TYPE_CHECKING:
-    from vitpar.data.loader import Batch
-    from vitpar.recipe import Recipe
-    from vitpar.training.signals import LayerSignals
-    from vitpar.training.step import Stepped
+from vitpar.text import count, either
+from vitpar.training.signals import LayerSignals
+from vitpar.training.step import Stepped
 
 WARM_UP_STEPS = 1
 """Steps excluded from the mean rate: the first allocates, connects and compiles."""
+WATCHED_STEPS = 20
+"""Steps to measure before a warning, without the first, which fills the queue."""
+WAITING_SHARE = 0.15
+"""Fraction of the time spent waiting for images from which the user is warned."""
 GROWN = 1.01
 """Growth of a rank's peak memory after which a row has the peaks of all ranks."""
 
@@ -182,7 +182,9 @@ class StepLog:
         the peak memory of each rank; and what rows say about GPUs.
         """
         losses = torch.stack([step.done.loss for step in self._pending]).double()
-        steps = torch.cat([losses[:, None], torch.stack([self._sums(step) for step in self._pending])], dim=1)
+        unknown = losses.new_zeros(1 + len(self._metrics))
+        sums = [unknown if step.done.measured is None else step.done.measured for step in self._pending]
+        steps = torch.cat([losses[:, None], torch.stack(sums)], dim=1)
         signals = [step.done.signals for step in self._pending if step.done.signals is not None]
         ranks = torch.zeros(dist.get_world_size() + 3, dtype=torch.float64)
         ranks[dist.get_rank()] = memory_bytes(self._model.device)
@@ -196,12 +198,6 @@ class StepLog:
         gpus = {"gpu_utilization": round(used / known, 4), "gpu_watts": round(watts, 1)} if known else {}
         by_step = steps.view(len(self._pending), -1).tolist()
         return by_step, [part.view(3, -1).tolist() for part in signals], list(map(int, memory)), gpus
-
-    def _sums(self, step: _Step) -> Tensor:
-        """Return this rank's number of counted samples, then the sum of each metric."""
-        if step.done.measured is not None:
-            return step.done.measured
-        return torch.zeros(1 + len(self._metrics), dtype=torch.float64, device=self._model.device)
 
     def _means(self, samples: float, sums: Sequence[float]) -> dict[str, float]:
         """Return the metrics of a step; none if no sample counts, as where all images are mixed."""
@@ -259,3 +255,86 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def device_load(device: torch.device) -> tuple[float, float] | None:
+    """Return the share of the last second or less in which a kernel ran on `device`, and its power in watts.
+
+    As nvidia-smi shows them. None for a CPU, and where NVML does not report them. Takes about a millisecond.
+    """
+    if device.type != "cuda" or not _answers(device):
+        return None
+    return torch.cuda.utilization(device) / 100, torch.cuda.power_draw(device) / 1000
+
+
+@cache
+def _answers(device: torch.device) -> bool:
+    """Return whether NVML reports the load of `device`. It needs its package, and rights that containers may lack."""
+    try:
+        torch.cuda.utilization(device)
+        torch.cuda.power_draw(device)
+    except Exception:  # NVML's errors are classes of a package that may be missing
+        return False
+    return True
+
+
+class InputWatch:
+    """Detector of runs that wait for their images.
+
+    workers: decoding threads of a rank.
+    cores: cores of a rank; a part of one if ranks share it.
+    first: number of the first step.
+    small: whether the images are so small that several threads decode no more of them than one.
+    """
+
+    def __init__(self, recipe: Recipe, workers: int, cores: float, first: int = 1, *, small: bool = False) -> None:
+        self._recipe, self._workers, self._cores, self._first = recipe, workers, cores, first
+        self._small = small
+        self._steps, self._waited, self._taken, self._said = 0, 0.0, 0.0, False
+
+    def look(self, rows: Sequence[dict[str, Any]]) -> str | None:
+        """Return a warning for the user, once in a run; else None.
+
+        While a step waits for images, all threads decode. The images of a step then take its whole duration, so this
+        many threads over the part of the time without waiting would keep up.
+
+        rows: new rows of metrics.jsonl.
+        """
+        for row in rows:
+            if row["step"] > self._first:
+                self._steps, self._waited = self._steps + 1, self._waited + row["data_ms"]
+                self._taken += row["step_ms"]
+        if self._said or self._steps < WATCHED_STEPS or self._waited < WAITING_SHARE * self._taken:
+            return None
+        self._said = True
+        waiting = self._waited / self._taken
+        share = f"training waits for images {waiting:.0%} of the time"
+        if self._small and self._recipe.data.cache != "device":
+            return f"{share}: {either(_remedies(self._recipe, small=True, threads=self._workers))}"
+        # With 0, the main thread decodes while the step waits.
+        needed = math.ceil(self._workers / (1 - waiting)) if 0 < waiting < 1 and self._workers else None
+        enough = f" (about {needed:,} decoding threads a rank would keep up)" if needed else ""
+        if self._workers < self._cores:
+            return (
+                f"{share}{enough}: raise data.workers (it is {self._workers}, and a rank has {self._cores:.3g} cores "
+                "here)"
+            )
+        threads = count(self._workers, "decoding thread")
+        return f"{share}, with {threads} on {self._cores:.3g} cores a rank{enough}: {either(_remedies(self._recipe))}"
+
+
+def _remedies(recipe: Recipe, *, small: bool = False, threads: int = 0) -> list[str]:
+    """Return what makes input cheaper and is not done yet. small: whether threads decode no more than one does."""
+    cache = recipe.data.cache
+    decoded = recipe.data.path is not None and cache != "device"  # during the training
+    augment = recipe.augment
+    augments = augment.policy or np.any(augment.color_jitter) or augment.random_erasing
+    ways = {
+        "leave out data.workers, since one thread decodes small images fastest": small and threads > 1,
+        "pack smaller images (`vitpar data pack --short-side`)": decoded and not small,
+        "set data.cache to memory, or to device if all have one size": decoded and cache == "none",
+        "set data.cache to device if all images have one size": small and cache == "memory",
+        "augment less": augments,
+        "use more cores": not small,
+    }
+    return [way for way, possible in ways.items() if possible]

@@ -1,5 +1,6 @@
 """A run that is open: its model on this rank, its folder, and all that its steps use (``vitpar.training.trainer``)."""
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -10,25 +11,28 @@ import torch
 import torch.distributed as dist
 
 from vitpar.checkpoint.folder import BestEvaluation, Checkpoint, Facts
+from vitpar.checkpoint.index import CLASSES, CONFIG, PLAN, RECIPE, STATE
 from vitpar.errors import CheckpointError, DataError, RecipeError
 from vitpar.launch.world_group import broadcast_json
+from vitpar.models.families import config_to_json
 from vitpar.parallel.attention import AttentionChoice
 from vitpar.recipe.rates.schedules import Schedules
+from vitpar.strategy.plan_json import plan_text
 from vitpar.text import count
 from vitpar.training.begin import begin, begin_adapters
 from vitpar.training.build import TRAINING_DATA, TrainingComponents, build
-from vitpar.training.events import Logged, Reporter, RunHeader
+from vitpar.training.events import Reporter, RunHeader
 from vitpar.training.faults.debug_checks import DebugChecks
 from vitpar.training.faults.watchdog import SAVING, Watchdog
-from vitpar.training.input_watch import InputWatch
+from vitpar.training.metrics import InputWatch
 from vitpar.training.optim.optimizer import state_size
 from vitpar.training.prepare import Prepared
+from vitpar.training.recorded import Recorded
 from vitpar.training.run_folder import RunFolder
 from vitpar.training.saving.resume import allowed_changes, checkpoints_of, find, same_run, teacher_fingerprint
-from vitpar.training.saving.saver import Saver, TrainingState, texts
+from vitpar.training.saving.saver import Saver, TrainingState
 from vitpar.training.signals import LayerSignals
 from vitpar.training.step import nothing
-from vitpar.training.tracked import Tracked
 
 
 class OpenRun:
@@ -95,16 +99,14 @@ class OpenRun:
                 self.folder.discard()
             raise
         self.header = self._header(changed)
-        self.trackers: Tracked | None = None
         if self.folder:
-            self.folder.begin(
-                self.recipe, self.plan, self.task, command, self.done, self._kernels, self.header.facts(self.done)
-            )
-            self.reporter = self.trackers = Tracked(self.reporter, self.recipe, self.folder, self.done)
+            kernels = {**self._paths, "attention": self.attention.to_json(), "threads": torch.get_num_threads()}
+            facts = self.header.facts(self.done)
+            self.folder.begin(self.recipe, self.plan, self.task, command, self.done, kernels, facts)
         self.watch = InputWatch(
             self.recipe, self.input.workers, self.input.local.cores, first=self.done + 1, small=self.input.small_samples
         )
-        for message in (*prepared.messages, *filter(None, [cached])):
+        for message in filter(None, (prepared.reason, *prepared.hints, cached)):
             self.reporter.info(message)
         self.note(*prepared.warnings, *trained.warnings, self.attention.warning)
         self.watchdog.outlive()
@@ -146,7 +148,8 @@ class OpenRun:
         run_dir, resume = self.prepared.run_dir, self.prepared.resume
         self._same_folder = resume is not None and run_dir is not None and same_run(run_dir, resume)
         self.folder = None if self.rank else RunFolder(run_dir, self.recipe, self.plan, resuming=self._same_folder)
-        self.reporter = Logged(self.folder, reporter, self.task) if self.folder else Reporter()
+        self.records = Recorded(self.folder, self.recipe, self.task, reporter) if self.folder else None
+        self.reporter = self.records or Reporter()
         path = broadcast_json(str(self.folder.path) if self.folder else None)
         assert path is not None, "rank 0 has a folder"
         self.path = Path(path)
@@ -231,13 +234,8 @@ class OpenRun:
         compiled, attention = self.model.execution.compile, self.attention.backend
         return {"compiled": compiled, "attention": attention, "optimizer": self.optimizer.implementation}
 
-    @property
-    def _kernels(self) -> dict[str, Any]:
-        """Kernels that the run computes with, for env.json."""
-        return {**self._paths, "attention": self.attention.to_json(), "threads": torch.get_num_threads()}
-
     def _texts(self, step: int, samples: int, best: BestEvaluation | None) -> dict[str, str]:
-        """Return the text files of a checkpoint (``vitpar.training.saving.saver.texts``)."""
+        """Return the text files of a checkpoint, by name."""
         facts = Facts(
             step=step,
             samples=samples,
@@ -247,4 +245,11 @@ class OpenRun:
             teacher=self._teacher_fingerprint,
             **self._paths,
         )
-        return texts(facts, self.recipe, self.config, self.plan, self.class_names)
+        names = self.class_names
+        return {
+            STATE: facts.model_dump_json(indent=1),
+            RECIPE: self.recipe.to_toml(),
+            CONFIG: json.dumps(config_to_json(self.config), indent=1),
+            PLAN: plan_text(self.plan),
+            **({} if names is None else {CLASSES: json.dumps(names)}),
+        }

@@ -1,5 +1,7 @@
 """Parquet files of features and of predictions, written row group by row group, which appear when they are complete.
 
+Those of features are also read here.
+
 `vitpar features` writes a row for each image:
 
 | column    | type                                | content                                             |
@@ -27,20 +29,22 @@ Then follow the columns of the task (``Task.predict``), numbers or lists of a fi
 | top5_probabilities | list of float64 | their probabilities                                |
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vitpar.errors import DataError
+from vitpar.io import parse_json, stat_regular
+from vitpar.limits import MAX_CLASSES
+from vitpar.text import shown
 
 GROUP_BYTES = 32 << 20
 """Bytes of rows, beyond which a row group is written."""
@@ -56,11 +60,6 @@ def arrow() -> Any:
     return pyarrow
 
 
-def utf8(text: str) -> str:
-    """Return `text` with characters that cannot be written as UTF-8 escaped."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 class ParquetFile:
     """Writer of a Parquet file, which appears under its name when it is complete. A context manager.
 
@@ -73,14 +72,13 @@ class ParquetFile:
     """
 
     def __init__(
-        self,
-        path: Path,
-        like: Mapping[str, Tensor | str],
-        about: Mapping[str, Any],
-        nullable: Sequence[str] = (),
+        self, path: Path, like: Mapping[str, Tensor | str], about: Mapping[str, Any], nullable: Sequence[str] = ()
     ) -> None:
         self._arrow, self._path = arrow(), path
-        fields = [self._arrow.field(name, self._type(values), name in nullable) for name, values in like.items()]
+        fields = []
+        for name, values in like.items():
+            kind = self._arrow.string() if isinstance(values, str) else self._array(values, None).type
+            fields.append(self._arrow.field(name, kind, name in nullable))
         self._schema = self._arrow.schema(fields, metadata={"vitpar": json.dumps(about)})
         self._waiting: list[Any] = []
         self._partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -94,9 +92,7 @@ class ParquetFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         try:
             if error_type is None:
                 self._flush()
@@ -114,10 +110,7 @@ class ParquetFile:
                 self._partial.unlink()
 
     def add(self, *columns: Tensor | Sequence[Any]) -> None:
-        """Append rows. columns: values of each column; text that cannot be written as UTF-8 is escaped.
-
-        Raises DataError if they cannot be written.
-        """
+        """Append rows by column. Text that is not UTF-8 is escaped. Raises DataError if they cannot be written."""
         arrays = [self._array(*one) for one in zip(columns, self._schema.types, strict=True)]
         self._waiting.append(self._arrow.Table.from_arrays(arrays, schema=self._schema))
         if sum(table.nbytes for table in self._waiting) >= GROUP_BYTES:
@@ -133,12 +126,11 @@ class ParquetFile:
         except OSError as error:
             raise self._refusal(error) from None
 
-    def _type(self, values: Tensor | str) -> Any:
-        return self._arrow.string() if isinstance(values, str) else self._array(values, None).type
-
     def _array(self, values: Tensor | Sequence[Any], kind: Any) -> Any:
         if not isinstance(values, Tensor):
-            return self._arrow.array([utf8(one) if isinstance(one, str) else one for one in values], kind)
+            escape = "backslashreplace"  # what cannot be written as UTF-8
+            texts = [one.encode("utf-8", escape).decode() if isinstance(one, str) else one for one in values]
+            return self._arrow.array(texts, kind)
         numbers = values if values.is_floating_point() else values.long()
         flat = self._arrow.array(numbers.flatten().numpy())
         return flat if values.ndim == 1 else self._arrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
@@ -158,3 +150,84 @@ def prediction_file(path: Path, like: Mapping[str, Tensor], about: Mapping[str, 
     """Return the writer of `vitpar eval --predictions`. like: predictions of any images (``Task.predict``)."""
     number = torch.zeros(1, dtype=torch.int64)
     return ParquetFile(path, {"data": "", "index": number, "key": "", "label": number, **like}, about)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of labelled images."""
+
+    embeddings: Tensor
+    """Inputs of the classifier, float32 [images, features]."""
+    labels: Tensor
+    """Class numbers, int64 [images]."""
+    about: Mapping[str, Any]
+    """Description in the file."""
+
+
+def read_features(path: Path) -> Features:
+    """Return the features in a file. Raises DataError for damage, another kind, and images without a label."""
+    library = arrow().parquet
+    try:
+        stat_regular(path)
+        with library.ParquetFile(path) as file:
+            schema, rows = file.schema_arrow, file.metadata.num_rows
+            _refuse_others(path, schema)
+            width = schema.field("embedding").type.list_size
+            embeddings, labels = np.empty((rows, width), np.float32), np.empty(rows, np.int64)
+            start = 0
+            for batch in file.iter_batches(batch_size=max(1, (1 << 26) // width), columns=["label", "embedding"]):
+                stop = start + batch.num_rows
+                if batch["label"].null_count or batch["embedding"].null_count:
+                    raise DataError(
+                        f"'{path}' has rows without a label: extract features of a data set, with "
+                        "`vitpar features --data DIR`"
+                    )
+                embeddings[start:stop] = batch["embedding"].flatten().to_numpy().reshape(-1, width)
+                labels[start:stop] = batch["label"].to_numpy()
+                start = stop
+            about = _about(schema.metadata or {})
+    except DataError:
+        raise
+    except FileNotFoundError:
+        raise DataError(f"there is no file '{path}': write it with `vitpar features --out {path}`") from None
+    except Exception as error:  # damaged files make pyarrow raise nearly anything
+        raise DataError(f"'{path}' cannot be read as Parquet ({shown(error)}): write it again") from None
+    if not len(labels):
+        raise DataError(f"'{path}' has no rows: extract features of at least one image")
+    if not 0 <= labels.min() <= labels.max() < MAX_CLASSES:
+        raise DataError(f"'{path}' has labels from {labels.min()} to {labels.max()}: use 0 to {MAX_CLASSES - 1:,}")
+    if not np.isfinite(embeddings).all():
+        raise DataError(f"'{path}' has features that are not finite: extract them in another precision")
+    return Features(torch.from_numpy(embeddings), torch.from_numpy(labels), about)
+
+
+def _refuse_others(path: Path, schema: Any) -> None:
+    """Raise DataError for columns that `vitpar features` does not write."""
+    from pyarrow import types
+
+    fields: dict[str, Any] = {field.name: field.type for field in schema}
+    embedding: Any = fields.get("embedding")
+    if (
+        not {"label", "embedding"} <= fields.keys()
+        or not types.is_int64(fields["label"])
+        or not types.is_fixed_size_list(embedding)
+        or not types.is_float32(embedding.value_type)
+        or embedding.list_size < 1
+    ):
+        raise DataError(
+            f"'{path}' has the columns {shown(', '.join(schema.names))}: it needs `label` (int64) and `embedding` "
+            "(fixed-size list of float32), as `vitpar features` writes them"
+        )
+
+
+def _about(metadata: Mapping[bytes, bytes]) -> Mapping[str, Any]:
+    """Return the description in a file's metadata, empty if there is none that can be read."""
+    try:
+        about = parse_json(metadata.get(b"vitpar", b"{}").decode())
+    except ValueError:
+        about = {}
+    if not isinstance(about, dict):
+        return {}
+    names = about.get("classes")
+    known = isinstance(names, list) and len(names) <= MAX_CLASSES and all(isinstance(name, str) for name in names)
+    return {**about, "classes": names if known else None}

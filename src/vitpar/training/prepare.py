@@ -4,8 +4,6 @@
 `choose_plan`, `open_data`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -21,19 +19,17 @@ from vitpar.models.config import ModelConfig
 from vitpar.object_store import local
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.effects import without_idle
-from vitpar.recipe.machine import on_device, refuse_huge_batch
+from vitpar.recipe.machine import choose_plan, on_device, refuse_huge_batch
 from vitpar.recipe.rates.schedules import Schedules
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.request import Merged, RecipeRequest
 from vitpar.recipe.sections.input import ModelSection
-from vitpar.recipe.sections.running import AUTO
-from vitpar.recipe.trackers import refuse_missing
+from vitpar.recipe.sections.running import AUTO, refuse_missing
 from vitpar.strategy import Plan
 from vitpar.tasks import Task, task_of
 from vitpar.tasks.data import check_images, open_data, refuse_streamed_targets
 from vitpar.tasks.known import model_for
 from vitpar.training.events import SettingsOrigin
-from vitpar.training.ranks import choose_plan
 from vitpar.training.run_folder import check_run_folder
 from vitpar.training.saving.resume import (
     Resumed,
@@ -69,10 +65,8 @@ class Prepared:
     """Validation set; None if the data have none."""
     device_type: Device = "cpu"
     """Kind of device that the ranks compute on."""
-    because: str | None = None
-    """Reason for the plan, as one sentence; None if it is the one that the recipe asks for first."""
-    searched: bool = False
-    """Whether the plan was searched. The reason is then a message, else a warning."""
+    reason: str | None = None
+    """Reason for a plan that was searched, as one sentence; None for another one."""
     run_dir: Path | None = None
     """Folder of the run; None for a new one under runs/."""
     resume: Path | None = None
@@ -80,22 +74,12 @@ class Prepared:
     starts from the beginning."""
     allow_change: Sequence[str] = ()
     """Settings that may differ from those of the checkpoint (``vitpar.training.saving.resume``)."""
-    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
     """Further warnings to print at the start."""
     hints: Sequence[str] = ()
     """Further messages to print at the start."""
     origin: SettingsOrigin = field(default_factory=SettingsOrigin)
     """Origin of settings, for the header."""
-
-    @property
-    def messages(self) -> list[str]:
-        """Messages to print at the start."""
-        return [*([self.because] if self.because and self.searched else []), *self.hints]
-
-    @property
-    def warnings(self) -> list[str]:
-        """Warnings to print at the start."""
-        return [*([self.because] if self.because and not self.searched else []), *self.notes]
 
 
 Choose = Callable[[Recipe, ModelConfig, Device, Path | None], Chosen]
@@ -119,7 +103,6 @@ def prepare(
     run_dir: folder of the run; None for that of the run to resume, or a new one.
     resume: value of ``vitpar train --resume``: auto, a path or never.
     allow_change: settings that may differ from those of the checkpoint.
-    choose: chooses the plan.
     fetch: returns the local folder of weights, or of a teacher, that `request` names, which may be on the hub.
 
     Raises UserError for everything that settings, data, plan, device and run folder rule out.
@@ -136,8 +119,8 @@ def prepare(
     refuse_missing(recipe.track.trackers)
     device_type = choose_device(device)
     automatic = recipe.train.precision == "auto"
-    if source.recipe is not None:  # a resumed run keeps its precision
-        recipe = recipe.with_precision(read_recipe(source.recipe).train.precision)
+    if source.before is not None:  # a resumed run keeps its precision
+        recipe = recipe.with_precision(source.before.train.precision)
     recipe = on_device(recipe, device_type)
     train_set, val_set = open_data(recipe, merged.opened)
     if val_set is None and recipe.checkpoint.keep_best:
@@ -152,7 +135,8 @@ def prepare(
         check_images(recipe, config.image_size, train_set)
     Schedules.of(recipe, len(train_set), config)  # refuses what does not fit the length of the run or the model
     refuse_huge_batch(recipe, config)
-    recipe = _with_teacher(recipe, fetch)
+    if recipe.distill.teacher is not None:  # a run or a name on the hub becomes the folder of its weights
+        recipe = recipe.updated(distill={"teacher": str(weights_folder(fetch(Path(recipe.distill.teacher))))})
     searched = recipe.parallel.mesh == AUTO
     chosen = choose(recipe, config, device_type, source.recipe)
     recipe, idle = without_idle(recipe, chosen.plan)
@@ -165,7 +149,7 @@ def prepare(
         from vitpar.training.begin import beginning
 
         beginning(recipe, config, task, train_set)
-        if config.pretrained is not None and isinstance(request, RecipeRequest) and not request.value("task.name"):
+        if config.pretrained is not None and isinstance(request, RecipeRequest) and not request.given.get("task.name"):
             hints.append(f"these weights continue task '{recipe.task.name}': to fine-tune them, add --task classify")
     if recipe.lora.weights is not None and source.begins:
         from vitpar.models.lora import LoRA
@@ -178,6 +162,12 @@ def prepare(
     resuming = run_dir is not None and source.source is not None and same_run(run_dir, source.source)
     check_run_folder(run_dir, resuming)
     refuse_used(recipe.checkpoint.copy_to, resuming and not source.begins)
+    warnings = [*([chosen.because] if chosen.because and not searched else []), *idle]
+    copied = source.before and source.before.checkpoint.copy_to
+    if copied is not None and recipe.checkpoint.copy_to is None:  # by the recipe that came with the run alone
+        warnings.append(
+            f"checkpoints are no longer copied to '{copied}': to go on, add --set checkpoint.copy_to={copied}"
+        )
     return Prepared(
         recipe=recipe,
         config=config,
@@ -186,38 +176,18 @@ def prepare(
         train_set=train_set,
         val_set=val_set,
         device_type=device_type,
-        because=chosen.because,
-        searched=searched,
+        reason=chosen.because if searched else None,
         run_dir=run_dir,
         resume=source.source,
         allow_change=tuple(allow_change),
-        notes=[*idle, *_no_copies(recipe, source)],
+        warnings=warnings,
         hints=hints,
         origin=SettingsOrigin(merged.samples, automatic),
     )
 
 
-def _no_copies(recipe: Recipe, source: Resumed) -> list[str]:
-    """Return a warning if only the recipe that came with the run to resume copies it (``without_commands``)."""
-    before = None if source.recipe is None else read_recipe(source.recipe).checkpoint.copy_to
-    if before is None or recipe.checkpoint.copy_to is not None:
-        return []
-    return [f"checkpoints are no longer copied to '{before}': to go on, add --set checkpoint.copy_to={before}"]
-
-
-def _with_teacher(recipe: Recipe, fetch: Callable[[Path], Path]) -> Recipe:
-    """Return the recipe with the folder of its teacher's weights in place of a run or a name on the hub."""
-    if recipe.distill.teacher is None:
-        return recipe
-    folder = weights_folder(fetch(Path(recipe.distill.teacher)))
-    return recipe.model_copy(update={"distill": recipe.distill.model_copy(update={"teacher": str(folder)})})
-
-
 def refuse_misfits(task: Task | None, recipe: Recipe, config: ModelConfig, plan: Plan, data: ImageSet | None) -> None:
-    """Raise UserError for a task or a teacher (``vitpar.training.teacher.teacher_of``) that the plan does not fit.
-
-    task: None if it is not known.
-    """
+    """Raise UserError for a task, None if it is unknown, or a teacher that the plan does not fit."""
     if task is not None:
         task.refuse_plan(config, plan, recipe.train.batch_size)
     if recipe.distill.teacher is not None:
@@ -237,12 +207,12 @@ def with_weights(request: RecipeRequest, fetch: Callable[[Path], Path] = Path) -
 
     Raises DataError and RecipeError.
     """
-    folder = weights_folder(fetch(Path(str(request.value("model.weights")))))
+    folder = weights_folder(fetch(Path(str(request.given.get("model.weights")))))
     if not folder.is_dir():
         raise DataError(f"--weights '{folder}' does not exist: name a folder of weights, or hf:OWNER/NAME")
     request |= {"model.weights": str(folder)}
-    file, task = folder / "recipe.toml", request.value("task.name")
-    if request.path is not None or request.value("model.name") is not None or not file.is_file():
+    file, task = folder / "recipe.toml", request.given.get("task.name")
+    if request.path is not None or request.given.get("model.name") is not None or not file.is_file():
         return request, False
     saved = read_recipe(file, {"data.path": "unused"}, needs_length=False)
     made = None
@@ -264,13 +234,10 @@ def with_weights(request: RecipeRequest, fetch: Callable[[Path], Path] = Path) -
 
 
 def _recipe(request: Recipe | RecipeRequest, source: Resumed, fetch: Callable[[Path], Path]) -> Merged:
-    """Return the recipe of a run.
-
-    Without a recipe of its own, a request gets that of the run to resume, or of the weights to begin with.
-    """
+    """Return the recipe of a run: the request's, else that of the run to resume or of the weights to begin with."""
     if isinstance(request, Recipe):
         return Merged(request)
-    weights, mesh = request.value("model.weights"), request.value("parallel.mesh")
+    weights, mesh = request.given.get("model.weights"), request.given.get("parallel.mesh")
     without, foreign = list[str](), False
     if request.path is None and source.recipe is not None:
         request, foreign = replace(request, path=source.recipe), True
@@ -284,8 +251,8 @@ def _recipe(request: Recipe | RecipeRequest, source: Resumed, fetch: Callable[[P
         request, came = with_weights(request, fetch)
         if came:
             foreign, without = True, OF_ANOTHER_RUN
-    elif weights is not None and hub_name(str(weights)) and source.recipe is not None:
-        request |= {"model.weights": read_recipe(source.recipe).model.weights}  # they are in the checkpoint
+    elif weights is not None and hub_name(str(weights)) and source.before is not None:
+        request |= {"model.weights": source.before.model.weights}  # they are in the checkpoint
     merged = request.read_with_defaults(without)
     return replace(merged, recipe=request.without_commands(merged.recipe)) if foreign else merged
 

@@ -39,12 +39,9 @@ RUNS = Path("runs")
 
 
 def check_run_folder(path: Path | None, resuming: bool = False) -> None:
-    """Refuse a run folder that another run used or that cannot be created.
+    """Refuse a run folder that another run used or that cannot be created. Raises RecipeError.
 
-    path: None for a new folder under `RUNS`.
-    resuming: whether the run resumes, so that the folder may hold a run, but nothing else.
-
-    Raises RecipeError.
+    path: None for a new folder under `RUNS`. resuming: whether it may hold a run, but nothing else.
     """
     used = path is not None and path.exists() and (not path.is_dir() or any(path.iterdir()))
     if path is not None and used and not (resuming and (path / "log.txt").is_file()):
@@ -65,8 +62,7 @@ def check_run_folder(path: Path | None, resuming: bool = False) -> None:
 class RunFolder:
     """Writer of the files of one run. Only the rank that owns it (rank 0) has one.
 
-    path: None for a new one under `RUNS`.
-    resuming: whether the run began earlier.
+    path: None for a new one under `RUNS`. resuming: whether the run began earlier.
 
     Raises RecipeError if the folder cannot be made, or another process writes to it.
     """
@@ -75,6 +71,8 @@ class RunFolder:
     """Content of env.json, from `begin` on."""
     texts: dict[str, str]
     """Text of recipe.toml, plan.json and env.json by name, from `begin` on."""
+    step: int
+    """Step of the newest row of metrics.jsonl, from `begin` on; first that after which the run resumes, or 0."""
     logged = 0
     """Last step in metrics.jsonl when the run began to write; the run may repeat some of those steps."""
 
@@ -85,7 +83,9 @@ class RunFolder:
         self._early: list[tuple[str, dict[str, Any]]] = []
         try:
             model = Path(recipe.model.name).name  # of a file of one's own
-            self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{_short(plan)}")
+            # A layerwise plan would be long and full of shell metacharacters.
+            short = str(plan) if plan.is_uniform else f"pp{plan.pp}-layerwise"
+            self.path = path or _fresh(RUNS, f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{short}")
             self.path.mkdir(parents=True, exist_ok=True)
             self._log = (self.path / "log.txt").open("a")
         except OSError as error:
@@ -118,7 +118,11 @@ class RunFolder:
         start: facts about the start (``vitpar.runs.metrics.RunStart``).
         """
         described = {"metrics": [asdict(metric) for metric in task.METRICS]}
-        commands = [*self._commands(after), [after, list(command)]]
+        commands = list[Any]()  # that began and resumed the run, with the step before each
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            before = read_json(self.path / "env.json")["commands"]
+            commands = [[step, words] for step, words in before if step < after]
+        commands.append([after, list(command)])
         self.environment = {**_environment(command), "commands": commands, **kernels, **described}
         self.texts = {
             "recipe.toml": recipe.to_toml(),
@@ -134,17 +138,10 @@ class RunFolder:
             self.logged = max((step for step, _ in lines), default=0)
             write_text(metrics, "".join(line for step, line in lines if step <= after))
         self._metrics = metrics.open("a")
-        self._step, self._start = after, dict(start)
+        self.step, self._start = after, dict(start)
         self.event("start", **start)
         for event, fields in self._early:
             self.event(event, **fields)
-
-    def _commands(self, after: int) -> list[Any]:
-        """Return the commands that began and resumed the run until step `after`, as env.json has them."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            before = read_json(self.path / "env.json")["commands"]
-            return [[step, words] for step, words in before if step < after]
-        return []
 
     def restore(self) -> str | None:
         """Write the files of the run again if its folder was removed or moved, and return a warning; else None.
@@ -202,7 +199,7 @@ class RunFolder:
         if self._metrics is None:
             self._early.append((event, fields))
         else:
-            self.metric({"kind": "event", "event": event, "step": self._step, **fields})
+            self.metric({"kind": "event", "event": event, "step": self.step, **fields})
 
     def trained(self, rows: Iterable[dict[str, Any]]) -> None:
         """Append the rows of steps to metrics.jsonl, and a line for each skipped one to log.txt."""
@@ -210,7 +207,7 @@ class RunFolder:
 
         for row in rows:
             self.metric(row)
-            self._step = row["step"]
+            self.step = row["step"]
             if row.get("skipped"):
                 self.log(skip_words(row))
 
@@ -245,11 +242,6 @@ def _fresh(parent: Path, name: str) -> Path:
             path.mkdir()
             return path
     raise AssertionError("there is no last number")
-
-
-def _short(plan: Plan) -> str:
-    """Return a name of the plan for a folder. A layerwise one would be long and full of shell metacharacters."""
-    return str(plan) if plan.is_uniform else f"pp{plan.pp}-layerwise"
 
 
 def _environment(command: Sequence[str]) -> dict[str, Any]:

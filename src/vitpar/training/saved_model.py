@@ -14,7 +14,7 @@ from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.file import read_section
-from vitpar.recipe.machine import on_device
+from vitpar.recipe.machine import choose_plan, on_device
 from vitpar.recipe.recipe import Chosen
 from vitpar.recipe.request import RecipeRequest
 from vitpar.recipe.sections.input import DataSection, ModelSection, TaskSection
@@ -22,7 +22,6 @@ from vitpar.recipe.sections.running import CommunicationSection, ParallelSection
 from vitpar.recipe.sections.training import LoraSection
 from vitpar.tasks import Task, task_of
 from vitpar.terminal import complain
-from vitpar.training.ranks import choose_plan
 from vitpar.training.saving.resume import weights_folder
 
 if TYPE_CHECKING:
@@ -80,10 +79,7 @@ class SavedModel:
         return tuple(known) if len(known) == classes else None
 
     def labelled(self, images: ImageSet) -> tuple[ImageSet, str | None]:
-        """Return `images` with labels that are this model's classes, matched by name, and a warning or None.
-
-        Raises DataError for data of other classes.
-        """
+        """Return `images` with this model's classes, matched by name, and a warning or None. Raises DataError."""
         from vitpar.data.classes import match_classes
         from vitpar.data.shards.shard_set import ShardSet
         from vitpar.weights.images import read_class_names
@@ -137,9 +133,7 @@ class SavedModel:
 
         Raises as `planned` does.
         """
-        train = self.recipe.train.model_copy(update={"batch_size": at_once})
-        data = self.recipe.data.model_copy(update={"bad_sample": "skip"})
-        recipe = self.recipe.model_copy(update={"train": train, "data": data})
+        recipe = self.recipe.updated(train={"batch_size": at_once}, data={"bad_sample": "skip"})
         planned = replace(self, recipe=recipe).planned(device)
         from vitpar.tasks.image_input import ImageInput
 
@@ -171,9 +165,9 @@ class PlannedModel(SavedModel):
         from vitpar.parallel import Execution, parallelize
         from vitpar.parallel.attention import choose_attention
         from vitpar.parallel.compiling import choose_compiling
-        from vitpar.training.agreement import refuse_disagreement
         from vitpar.training.begin import fill, opened_for
-        from vitpar.weights.folder import fingerprint, load_weights, open_weights
+        from vitpar.training.build import refuse_disagreement
+        from vitpar.weights.folder import fingerprint
         from vitpar.weights.importing import CLASSIFIERS
 
         train, plan = self.recipe.train, self.chosen.plan
@@ -188,25 +182,21 @@ class PlannedModel(SavedModel):
         )
         model = parallelize(self.config, plan, execution, device)
         attention = choose_attention(train.attention, self.config, plan, train.batch_size, model.precision, device)
-        if open_weights(self.folder).config == self.config:
-            load_weights(model, self.folder)
-        else:
-            fill(model, self.folder, opened_for(self.folder, self.config), CLASSIFIERS)
+        opened = opened_for(self.folder, self.config)
+        fill(model, self.folder, opened, CLASSIFIERS if opened.changes else ())
         return model, attention.warning
 
 
 def saved_model(
     checkpoint: Path, request: RecipeRequest, *, doing: str, mesh: str = "dp1", fetch: Callable[[Path], Path] = Path
 ) -> SavedModel:
-    """Return the saved weights in `checkpoint` with their recipe.
+    """Return the saved weights in `checkpoint` with their recipe. Raises DataError, CheckpointError and RecipeError.
 
     checkpoint: a run, saved weights or a checkpoint, or weights on the hub; of a run its final weights or, if it has
         not ended, its newest checkpoint.
     request: settings that replace those of the weights' recipe.
     doing: kind of command, a key of ``COMMANDS``.
     fetch: as in ``vitpar.training.prepare``.
-
-    Raises DataError, CheckpointError and RecipeError.
     """
     checkpoint = fetch(checkpoint)
     if not checkpoint.is_dir():  # before torch is imported, which takes seconds
@@ -220,10 +210,6 @@ def saved_model(
     # Settings for speed in training are not part of the weights, and compiling takes longer than most evaluations.
     plain = {"attention": "auto", "compile": False}
     ours = {key: value for key, value in plain.items() if f"train.{key}" not in request.assigned}
-    update = {
-        "parallel": ParallelSection(mesh=mesh),
-        "communication": CommunicationSection(),
-        "lora": LoraSection(),  # adapters are merged
-        "train": recipe.train.model_copy(update=ours),
-    }
-    return SavedModel(folder, config, recipe.model_copy(update=update))
+    plan = {"parallel": ParallelSection(mesh=mesh), "communication": CommunicationSection()}
+    recipe = recipe.model_copy(update={**plan, "lora": LoraSection()})  # adapters are merged
+    return SavedModel(folder, config, recipe.updated(train=ours))

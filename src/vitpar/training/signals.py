@@ -4,8 +4,6 @@ A ratio of update to weight near 1e-3 is usual; far more diverges, far less does
 the steps that are logged. They travel in a message that these steps send anyway, and the host does not wait for them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -49,7 +47,10 @@ class LayerSignals:
         self.names = tuple(groups)
         """Names of the groups."""
         number = {layer: index for index, layers in enumerate(groups.values()) for layer in layers}
-        self._group = {name: number[_layer(name, number)] for name in optimizer.shards}
+        self._group = {}
+        for name in optimizer.shards:
+            first, second = name.split(".", 2)[:2]  # a parameter's name begins with that of its layer
+            self._group[name] = number[first if first in number else f"{first}.{second}"]
         copies = model.config.shared
         shards = {name: shard for name, shard in optimizer.shards.items() if shard.numel() and name not in copies}
         self._shards = list(shards.values())
@@ -77,11 +78,9 @@ class LayerSignals:
 
     @torch.no_grad()
     def sums(self, gradients: Sequence[ShardNorms], scale: float, before: Tensor) -> Tensor:
-        """Return this rank's sums of squares of gradients, updates and weights, [3, groups], after the update.
+        """Return this rank's sums of squares of gradients, updates and weights, [3, groups].
 
-        gradients: norms of this rank's shards.
-        scale: of the loss.
-        before: `sample` before the update.
+        before: `sample` before the update, which is done. scale: of the loss.
         """
         sums = torch.zeros(3, len(self.names), dtype=torch.float64, device=self._model.device)
         for names, replicas, norms in gradients:
@@ -109,12 +108,6 @@ class LayerSignals:
             "grad_norms": {self.names[index]: _root(gradients[index]) for index in trained},
             "update_ratios": {self.names[index]: _root(updates[index] / weights[index]) for index in trained},
         }
-
-
-def _layer(parameter: str, layers: Mapping[str, int]) -> str:
-    """Return the layer of a parameter, which is the beginning of its name."""
-    first, second = parameter.split(".", 2)[:2]
-    return first if first in layers else f"{first}.{second}"
 
 
 def _root(square: float) -> float | None:

@@ -1,27 +1,21 @@
 """One training step, as used by the trainer, in measurements and in comparisons."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping
 from itertools import chain
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
 from vitpar.parallel import ParallelModel
 from vitpar.tasks.task import StepInput
+from vitpar.tasks.teacher import Teacher
+from vitpar.training.faults.non_finite import NonFinite
+from vitpar.training.optim.average import EMA
+from vitpar.training.optim.loss_scale import LossScaler
 from vitpar.training.optim.norms import clip_, clip_factor, shard_norms, total_norms
 from vitpar.training.optim.optimizer import ShardedOptimizer
-
-if TYPE_CHECKING:
-    from vitpar.tasks.teacher import Teacher
-    from vitpar.training.faults.non_finite import NonFinite
-    from vitpar.training.optim.average import EMA
-    from vitpar.training.optim.loss_scale import LossScaler
-    from vitpar.training.signals import LayerSignals
-
+from vitpar.training.signals import LayerSignals
 
 COLLECT_EVERY_S = 5.0
 """Approximate seconds between two collections."""
@@ -53,12 +47,9 @@ class TrainStep:
 
     clip_grad_norm: largest norm of the gradients, 0 for no clipping.
     clip_by_part: whether it is that of each part of the model (``ModelConfig.clip_part``).
-    scaler: scale of the loss, in fp16.
+    scaler, teacher, signals: scale of the loss in fp16, logits for targets, signals of groups of layers; None for none.
     non_finite: decides whether a step is skipped; None skips none.
-    teacher: gives logits for the targets; None for none.
-    signals: of groups of layers; None for none.
-    after_gradients: called with the step's number after backward.
-    before_update: called before parameters change.
+    after_gradients, before_update: called with the step's number after backward, and before parameters change.
     """
 
     def __init__(
@@ -108,7 +99,9 @@ class TrainStep:
         self._after_gradients(number)
         with phase("norm and clipping"):
             gradients = self.optimizer.gradients()
-            split = self._split(gradients)
+            split = [gradients]  # of each part whose norm is clipped
+            if len(self._parts) > 1:
+                split = [{name: g for name, g in gradients.items() if self._part(name) == one} for one in self._parts]
             each = [shard_norms(part, model) for part in split]
             parts = list(chain.from_iterable(each))
             waits = self._non_finite is not None and self._non_finite.waits
@@ -141,12 +134,6 @@ class TrainStep:
         """Whether the update multiplies the gradients, which it does by one factor."""
         return self.optimizer.one_pass and len(self._parts) == 1
 
-    def _split(self, gradients: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-        """Return the gradients of each part whose norm is clipped."""
-        if len(self._parts) == 1:
-            return [gradients]
-        return [{name: g for name, g in gradients.items() if self._part(name) == part} for part in self._parts]
-
 
 class Garbage:
     """Context manager that keeps Python's garbage collector from running in the middle of a step.
@@ -165,23 +152,14 @@ class Garbage:
         gc.disable()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         gc.unfreeze()
         if self._was_on:
             gc.enable()
 
-    def collect(self) -> None:
-        """Collect now."""
-        gc.collect()
-
     def maybe_collect(self, number: int, seconds: float) -> None:
-        """Collect after step `number`, if it is time.
-
-        seconds: duration of a step, equal on all ranks.
-        """
+        """Collect after step `number`, if it is time. seconds: duration of a step, equal on all ranks."""
         # The first steps make most of the objects that are never freed.
         if number >= self._next:
-            self.collect()
+            gc.collect()
             self._next = number + (max(1, int(COLLECT_EVERY_S / seconds)) if seconds else 1)

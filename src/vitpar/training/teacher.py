@@ -1,7 +1,5 @@
 """The frozen teacher of a distillation ([distill]): its weights, its plan, and its logits in every step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from vitpar.parallel.parallelize import parallelize_checked
 from vitpar.recipe import Recipe
 from vitpar.recipe.file import read_section
 from vitpar.recipe.sections.input import CLASSIFY, DataSection, TaskSection
-from vitpar.recipe.teacher_plan import teacher_plan
 from vitpar.strategy import Plan, batch_arithmetic, validate
 from vitpar.strategy.batch import smallest_microbatch
 from vitpar.strategy.execution import Execution
@@ -73,38 +70,20 @@ def teacher_of(recipe: Recipe, config: ModelConfig, plan: Plan, data: ImageSet |
 
 
 def open_teacher(recipe: Recipe, config: ModelConfig) -> tuple[Path, ModelConfig]:
-    """Return folder and configuration of a recipe's teacher, whose classes and plan are not compared.
-
-    config: configuration of the student.
+    """Return folder and configuration of the teacher of a student `config`, without comparing classes and plans.
 
     Raises DataError for weights that cannot be read, and RecipeError for a teacher or a student that does not fit.
     """
     assert recipe.distill.teacher is not None
     task_of(recipe, config.num_classes).refuse_model(config)
-    folder = _folder(recipe.distill.teacher)
-    teacher = open_weights(folder).config
-    _refuse_other_input(recipe, config, folder, teacher)
-    if recipe.train.precision == "fp8":
-        refuse_small(teacher, recipe.train.fp8_min_features)
-    return folder, teacher
-
-
-def _folder(teacher: str) -> Path:
-    """Return the folder of weights, or the checkpoint, of the setting ``distill.teacher``.
-
-    Raises DataError if there is none.
-    """
-    folder = Path(teacher)
+    folder = Path(recipe.distill.teacher)
     if not folder.is_dir():
         raise DataError(
-            f"distill.teacher '{shown(teacher)}' does not exist: name a run, or a folder of weights such as one that "
+            f"distill.teacher '{shown(folder)}' does not exist: name a run, or a folder of weights such as one that "
             "`vitpar checkpoint import` makes"
         )
-    return weights_folder(folder)
-
-
-def _refuse_other_input(recipe: Recipe, config: ModelConfig, folder: Path, teacher: ModelConfig) -> None:
-    """Raise RecipeError for a teacher that is no classifier, or takes other images than the student gets."""
+    folder = weights_folder(folder)
+    teacher = open_weights(folder).config
     data = read_section(folder / RECIPE, "data", DataSection)
     task = read_section(folder / RECIPE, "task", TaskSection).name
     if teacher.input.dtype is not None or task != CLASSIFY:
@@ -127,13 +106,13 @@ def _refuse_other_input(recipe: Recipe, config: ModelConfig, folder: Path, teach
             f"the teacher in '{folder}' takes other images than the model, with {', '.join(wrong)}: set "
             "model.image_size, data.mean and data.std to the teacher's, or name another"
         )
+    if recipe.train.precision == "fp8":
+        refuse_small(teacher, recipe.train.fp8_min_features)
+    return folder, teacher
 
 
 def _outputs(config: ModelConfig, folder: Path, teacher: ModelConfig, data: ImageSet | None) -> tuple[int, ...] | None:
-    """Return the teacher's output for each class of the student; None for the same order.
-
-    Raises RecipeError if the teacher has other classes.
-    """
+    """Return the teacher's output for each class, None for the same order. Raises RecipeError for other classes."""
     names = read_class_names(folder, teacher.num_classes)
     match = ClassMatch("unnamed") if data is None else match_classes(names, data)
     if match.kind == "moved":
@@ -147,13 +126,11 @@ def _outputs(config: ModelConfig, folder: Path, teacher: ModelConfig, data: Imag
 
 
 def _plan(recipe: Recipe, teacher: ModelConfig, student: Plan) -> Plan:
-    """Return the teacher's plan beside that of the student.
+    """Return the teacher's plan beside that of the student. Raises StrategyError.
 
     Micro-batches are the student's where the teacher's ranks divide them, so that ranks need the same images.
-
-    Raises StrategyError.
     """
-    plan, batch_size = teacher_plan(recipe.distill, student.world_size), recipe.train.batch_size
+    plan, batch_size = recipe.distill.teacher_plan(student.world_size), recipe.train.batch_size
     try:
         parts = plan.data_parallel * smallest_microbatch(plan)
         counts = divisors(batch_arithmetic(student, batch_size).microbatches)
@@ -166,10 +143,7 @@ def _plan(recipe: Recipe, teacher: ModelConfig, student: Plan) -> Plan:
 
 
 class FrozenTeacher(Teacher):
-    """Teacher with weights of its own, which do not change.
-
-    execution: of the student.
-    """
+    """Teacher with weights of its own, which do not change. execution: of the student."""
 
     def __init__(self, setup: TeacherSetup, execution: Execution, task: Task, device: torch.device) -> None:
         assert isinstance(task, Distill), "a recipe with a teacher has this task"

@@ -1,6 +1,9 @@
 """The training loop, which is the same for every plan and every task."""
 
+import gc
+import time
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from signal import Signals
 from typing import Any
@@ -9,20 +12,93 @@ from vitpar.copying import upload_end
 from vitpar.data.loader import Batch
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.stream.stream_set import ImageSet
+from vitpar.intervals import Interval
 from vitpar.launch.stop_request import STOPPING, StopRequest, signal_words
 from vitpar.recipe.machine import large_batch_warning
+from vitpar.recipe.rates.shapes import RunLengths
 from vitpar.tasks.image_input import ImageInput
-from vitpar.training.due import Agenda, Due
 from vitpar.training.evaluate import Evaluation, evaluate
 from vitpar.training.faults.watchdog import COMPUTING, EVALUATING, FINISHING, WAITING
 from vitpar.training.metrics import StepLog, Worst
 from vitpar.training.open_run import OpenRun
-from vitpar.training.probe.running import collapse_warning, evaluate_neighbours
+from vitpar.training.probe import collapse_warning, evaluate_neighbours
+from vitpar.training.saving.saver import Saver
 from vitpar.training.step import Garbage, Stepped
 from vitpar.weights.folder import save_weights
 
 RATE = "rate_"
 """Beginning of the names of schedules of the learning rate of parts of a model (``Task.schedules``)."""
+
+LOOK_S = 5.0
+"""Seconds between the points where ranks agree whether to continue, unless one step takes longer."""
+
+
+@dataclass
+class Due:
+    """Things that are due after a step. Equal on all ranks."""
+
+    step: int
+    """Number of the step."""
+    last: bool
+    """Whether it is the last step of the run."""
+    evaluation: bool
+    """Whether to evaluate."""
+    checkpoint: bool
+    """Whether to save a checkpoint."""
+    report: bool
+    """Whether the row of the step is shown."""
+    look: bool
+    """Whether the ranks exchange their state, and rows of metrics are written."""
+    stop: bool = False
+    """Whether the run was asked to end. Known after the exchange."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the state of the run is evaluated or saved, so that it must be finite."""
+        return self.evaluation or self.checkpoint or self.stop
+
+
+class Agenda:
+    """Schedule of what is due.
+
+    first: the first step of this process.
+    eval_every: interval between evaluations; None for none, not even after the last step.
+    """
+
+    def __init__(
+        self, saver: Saver, run: RunLengths, *, first: int, eval_every: Interval | None, log_every: Interval
+    ) -> None:
+        self._saver, self._first, self._last = saver, first, run.steps
+        self._evaluates, by_time = eval_every is not None, eval_every is not None and eval_every.unit == "minutes"
+        self._eval_every = 0 if eval_every is None or by_time else run.length(eval_every)
+        self._eval_minutes = eval_every.number if eval_every is not None and by_time else 0.0
+        self._log_every = run.length(log_every)
+        self._look_at, self._evaluated_at = first, time.monotonic()
+
+    def after(self, step: int, *, stuck: bool) -> Due:
+        """Return what is due after `step`. stuck: whether the run has to end, since it makes no progress."""
+        last = step == self._last
+        evaluation = self._evaluates and (last or bool(self._eval_every and step % self._eval_every == 0))
+        checkpoint = self._saver.due(step)
+        report = step == self._first or step % self._log_every == 0 or last or evaluation or checkpoint or stuck
+        return Due(step, last, evaluation, checkpoint, report, look=report or step >= self._look_at)
+
+    @property
+    def minutes(self) -> float:
+        """Minutes since the last evaluation, or since the start."""
+        return (time.monotonic() - self._evaluated_at) / 60
+
+    def late(self, minutes: float) -> bool:
+        """Return whether an evaluation is due by time. minutes: since the last one, equal on all ranks."""
+        return 0 < self._eval_minutes <= minutes
+
+    def evaluated(self) -> None:
+        """Count the minutes until the next evaluation from now on."""
+        self._evaluated_at = time.monotonic()
+
+    def looked(self, step: int, step_seconds: float) -> None:
+        """Plan the next exchange after `step`. step_seconds: duration of a step, equal on all ranks."""
+        self._look_at = step + (max(1, int(LOOK_S / step_seconds)) if step_seconds else 1)
 
 
 class Trainer(OpenRun):
@@ -37,7 +113,7 @@ class Trainer(OpenRun):
         Returns the summary, on every rank. At SIGTERM, SIGUSR1 or Ctrl-C to any rank, all save a checkpoint and end;
         the summary then says `stopped`.
         """
-        with self.trackers or nullcontext():
+        with self.records or nullcontext():
             self.reporter.started(self.header)
             self.note(self.lr.warning, large_batch_warning(self.recipe, len(self.train_set)))
             log = StepLog(
@@ -86,7 +162,7 @@ class Trainer(OpenRun):
                     last = self.evaluate(number, self.val_set)
                     agenda.evaluated()
                     due.checkpoint |= self.saver.best(number, last.metrics)
-                    garbage.collect()
+                    gc.collect()
                 if due.checkpoint or due.stop:
                     self.saver.save(self.done, self.samples)
                 if due.stop and not due.last:
@@ -104,7 +180,7 @@ class Trainer(OpenRun):
         if "weight_decay" in extra:
             self.optimizer.set_weight_decay(extra["weight_decay"])
         if "ema_decay" in extra and self.ema:
-            self.ema.set_decay(extra["ema_decay"])
+            self.ema.most = extra["ema_decay"]
         if self.teacher:
             self.teacher.follow(extra)
         if rates := {name.removeprefix(RATE): value for name, value in extra.items() if name.startswith(RATE)}:
@@ -157,10 +233,7 @@ class Trainer(OpenRun):
             return evaluate(self.model, self.input, images, progress)
 
     def _stopped(self, signal: Signals | None) -> dict[str, Any]:
-        """Return the summary of a run that a signal asked to end.
-
-        signal: that this rank received; None if another rank did.
-        """
+        """Return the summary of a run that a signal asked to end. signal: None if another rank received it."""
         path = None if self.recipe.checkpoint.never else str(self.saver.checkpoints.path(self.done))
         by = signal_words(signal) if signal else "a signal to another rank"
         further = "nothing was saved, since the recipe disables checkpoints"

@@ -14,8 +14,7 @@ from torch.optim import lr_scheduler
 from helpers.oracles import timm
 from vitpar.intervals import NOTHING, Interval
 from vitpar.recipe import read_recipe
-from vitpar.recipe.rates.schedule import LRSchedule, parse_drop_path, parse_image_sizes
-from vitpar.recipe.rates.schedules import Schedules
+from vitpar.recipe.rates.schedules import LRSchedule, Schedules, parse_drop_path, parse_image_sizes
 from vitpar.recipe.rates.shapes import RunLengths, parse_shape
 
 PEAK, LEAST, FIRST = 3e-3, 1e-5, 1e-6

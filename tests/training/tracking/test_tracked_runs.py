@@ -14,8 +14,9 @@ from helpers.run_folder import losses_of, rows_of
 from helpers.tracker_files import EventFiles, wandb_history, wandb_records
 from helpers.trained import CPU, STEPS, prepared, recipe_of, train
 from vitpar.errors import RecipeError
-from vitpar.recipe import Recipe, trackers
-from vitpar.training import tracked
+from vitpar.recipe import Recipe
+from vitpar.recipe.sections import running
+from vitpar.training import recorded
 from vitpar.training.events import Reporter
 from vitpar.training.trainer import Trainer
 
@@ -138,7 +139,7 @@ def test_no_tracker_changes_or_stops_a_run(
     for number, fault in enumerate(FAULTS):
         trackio.misbehave(fault)
         blocks = fault.startswith("block")
-        monkeypatch.setattr(tracked, "FLUSH_S", 0.1 if blocks else 60.0)
+        monkeypatch.setattr(recorded, "FLUSH_S", 0.1 if blocks else 60.0)
         run = tmp_path / f"run{number}"
         notes = trained(tracked_recipe(data, "trackio"), run)
         assert losses_of(run) == losses_of(tmp_path / "none"), fault
@@ -168,12 +169,12 @@ def test_failed_run_closes_its_trackers(
 
 def test_missing_package_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "wandb").mkdir()  # a folder that W&B wrote is no package
-    monkeypatch.setattr(trackers, "find_spec", _only_in(tmp_path))
+    monkeypatch.setattr(running, "find_spec", _only_in(tmp_path))
     for name in ("tensorboard", "wandb", "trackio"):
         with pytest.raises(RecipeError, match=rf"'{name}' is not installed: pip install -e '\.\[{name}\]'"):
-            trackers.refuse_missing([name])
+            running.refuse_missing([name])
     with pytest.raises(RecipeError, match="unknown tracker 'mlflow': use tensorboard, wandb or trackio"):
-        trackers.refuse_missing(["mlflow"])
+        running.refuse_missing(["mlflow"])
 
 
 def _only_in(folder: Path) -> Callable[[str], Any]:

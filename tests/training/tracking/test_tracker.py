@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from helpers.fake_trackio import FakeTrackio
-from vitpar.training.tracking import tracker
-from vitpar.training.tracking.tracked_run import TrackedRun
-from vitpar.training.tracking.tracker import Tracker
+from vitpar.training import tracking
+from vitpar.training.tracking import TrackedRun, Tracker
 
 LONG = 60.0
 """Seconds that are more than a tracker needs."""
@@ -92,12 +91,12 @@ def test_error_of_a_tracker_is_one_line(fault: str, said: str, tmp_path: Path, t
 def test_tracker_that_blocks_is_given_up(
     place: str, rows: int, said: str, tmp_path: Path, trackio: FakeTrackio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker, "CAPACITY", 5)
-    monkeypatch.setattr(tracker, "CALL_S", 0.0 if place == "init" else LONG)
+    monkeypatch.setattr(tracking, "CAPACITY", 5)
+    monkeypatch.setattr(tracking, "CALL_S", 0.0 if place == "init" else LONG)
     trackio.misbehave(f"block in {place}")
     sent = Tracker("trackio", run_facts(tmp_path))
     for step in range(rows):
         sent.put(step, {"loss": 0.0})
     assert ended(sent, seconds=0.1) == f"{FAILED}{said}"
-    hanging = [thread for thread in threading.enumerate() if thread.name.startswith(tracker._THREADS)]
-    assert tracker.are_hanging() and hanging and all(thread.daemon for thread in hanging)
+    hanging = [thread for thread in threading.enumerate() if thread.name.startswith(tracking._THREADS)]
+    assert tracking.are_hanging() and hanging and all(thread.daemon for thread in hanging)

@@ -10,7 +10,6 @@ from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.cost.links import Groups
 from vitpar.planner.profile.profiles import LayerKind
 from vitpar.recipe.sections.training import DistillSection
-from vitpar.recipe.teacher_plan import teacher_plan
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import LayerExecution
 
@@ -161,4 +160,4 @@ class PlannedTeacher:
         """
         if self.distill is None:
             return 0
-        return sum(layer_parameters(self.config, teacher_plan(self.distill, ranks)).values())
+        return sum(layer_parameters(self.config, self.distill.teacher_plan(ranks)).values())

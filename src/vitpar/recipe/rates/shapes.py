@@ -14,19 +14,58 @@
 `step` and `multistep` count from the beginning of the run, the others from the end of the warm-up.
 """
 
-from __future__ import annotations
-
 import math
+import re
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from vitpar.intervals import NOTHING, Interval
-from vitpar.recipe.rates.called import Called, Count, Number, Steps, parse_call
+from vitpar.text import nearest, shown
 
 _FIFTH = Interval(20.0, "percent")
+_CALL = re.compile(r"\s*([a-z_]+)\s*(?:\(([^()]{0,400})\))?\s*", re.IGNORECASE)
+_ARGUMENT = re.compile(r"\s*([a-z_]+)\s*=\s*(\[[^\[\]]*\]|[^,=\[\]]+?)\s*(?:,|$)", re.IGNORECASE)
+Steps = Annotated[Interval, AfterValidator(Interval.in_steps)]
+"""Interval whose number of steps is known."""
+Number = Annotated[float, Field(gt=0, le=1000)]
+Count = Annotated[int, Field(gt=0, le=1000)]
+
+
+class Called(BaseModel):
+    """Base of what recipes write as a name with arguments, such as `step(every=30 epochs)`: fields are arguments."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+T = TypeVar("T", bound=Called)
+
+
+def parse_call(text: str, classes: Mapping[str, type[T]], noun: str, example: str) -> T:
+    """Return the object that text such as `wsd(decay=10 %, form=linear)` describes. Raises ValueError.
+
+    classes: models of the arguments, by name.
+    noun: word for one of them, for messages. example: of such a text.
+    """
+    found = _CALL.fullmatch(text)
+    if found is None:
+        raise ValueError(f"'{shown(text)}' is no {noun}: give a name with arguments, as in {example}")
+    name, inner = found[1], found[2] or ""
+    if name not in classes:
+        raise ValueError(f"'{shown(name)}' is no {noun}{nearest(name, classes)}: give {', '.join(classes)}")
+    pairs, takes = _ARGUMENT.findall(inner), ", ".join(classes[name].model_fields) or "no arguments"
+    values = {key: given[1:-1].split(",") if given[0] == "[" else given for key, given in pairs}
+    if _ARGUMENT.sub("", inner).strip() or len(values) < len(pairs):
+        raise ValueError(f"'{shown(inner)}' is not understood in '{shown(text)}': {name} takes {takes}, as in a=1, b=2")
+    try:
+        return classes[name].model_validate(values)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        said = str(first["ctx"]["error"]) if first["type"] == "value_error" else first["msg"].lower()
+        raise ValueError(f"{name}'s {first['loc'][0]}: {said} (it takes {takes}, as in {example})") from None
 
 
 @dataclass(frozen=True)
@@ -64,9 +103,8 @@ class Course:
 
 
 class Shape(Called):
-    """Base of shapes. Fields are the arguments that a recipe may give."""
+    """Base of shapes."""
 
-    NAME: ClassVar[str] = ""
     AFTER_WARMUP: ClassVar[bool] = True
     """Whether it begins after the warm-up, rather than with the run."""
 
@@ -78,8 +116,6 @@ class Shape(Called):
 class Constant(Shape):
     """The largest rate throughout."""
 
-    NAME: ClassVar[str] = "constant"
-
     def rate(self, course: Course, peak: float, least: float) -> float:
         return peak
 
@@ -87,7 +123,6 @@ class Constant(Shape):
 class Polynomial(Shape):
     """A power of the steps that are left."""
 
-    NAME: ClassVar[str] = "polynomial"
     power: Number = 1.0
     """Exponent, above 0."""
 
@@ -98,8 +133,6 @@ class Polynomial(Shape):
 class Linear(Shape):
     """A straight line."""
 
-    NAME: ClassVar[str] = "linear"
-
     def rate(self, course: Course, peak: float, least: float) -> float:
         return Polynomial().rate(course, peak, least)
 
@@ -107,7 +140,6 @@ class Linear(Shape):
 class Cosine(Shape):
     """Half a cosine, once or several times (1608.03983)."""
 
-    NAME: ClassVar[str] = "cosine"
     cycles: Count = 1
     """Number of falls, of equal length."""
     decay: Number = 1.0
@@ -122,7 +154,6 @@ class Cosine(Shape):
 class Step(Shape):
     """Falls by a factor at equal distances."""
 
-    NAME: ClassVar[str] = "step"
     AFTER_WARMUP: ClassVar[bool] = False
     every: Steps
     """Distance between falls."""
@@ -136,7 +167,6 @@ class Step(Shape):
 class MultiStep(Shape):
     """Falls by a factor at given points."""
 
-    NAME: ClassVar[str] = "multistep"
     AFTER_WARMUP: ClassVar[bool] = False
     at: tuple[Steps, ...] = Field(min_length=1)
     """Points of falls."""
@@ -151,7 +181,6 @@ class MultiStep(Shape):
 class WSD(Shape):
     """Warm-up, stable, decay (2404.06395): the largest rate, then a fall to the least."""
 
-    NAME: ClassVar[str] = "wsd"
     decay: Steps = _FIFTH
     """Last part of the run, in which the rate falls."""
     form: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
@@ -167,7 +196,6 @@ class WSD(Shape):
 class RSqrt(Shape):
     """The inverse of a square root, then a straight line to the least rate if `decay` is above 0 (2106.04560)."""
 
-    NAME: ClassVar[str] = "rsqrt"
     timescale: Steps | None = None
     """Steps after which the rate is the largest over √2; those of the warm-up if unset, or 10,000 without one."""
     decay: Steps = NOTHING
@@ -179,13 +207,13 @@ class RSqrt(Shape):
         return WSD(decay=self.decay, form="linear").rate(course, rate, least)
 
 
-SHAPES = {one.NAME: one for one in (Constant, Linear, Cosine, Polynomial, Step, MultiStep, RSqrt, WSD)}
+SHAPES: dict[str, type[Shape]] = {
+    **{"constant": Constant, "linear": Linear, "cosine": Cosine, "polynomial": Polynomial},
+    **{"step": Step, "multistep": MultiStep, "rsqrt": RSqrt, "wsd": WSD},
+}
 """Shapes by name."""
 
 
 def parse_shape(text: str) -> Shape:
-    """Return the shape that text such as `wsd(decay=10 %, form=linear)` describes.
-
-    Raises ValueError.
-    """
+    """Return the shape that text such as `wsd(decay=10 %, form=linear)` describes. Raises ValueError."""
     return parse_call(text, SHAPES, "shape", "step(every=30 epochs)")

@@ -1,14 +1,12 @@
 """Sections about what is trained on what: [task], [model], [data], [stream] and [augment]."""
 
-from __future__ import annotations
-
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from vitpar.data.transforms import CropMode, Interpolation
 from vitpar.limits import MAX_BATCH_SIZE, MAX_CLASSES, MAX_IMAGE_SIZE
-from vitpar.recipe.sections.base import Section
+from vitpar.recipe.sections import Section
 
 CLASSIFY = "classify"
 """Name of the task that recipes have by default."""

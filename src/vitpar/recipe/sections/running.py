@@ -1,21 +1,23 @@
 """Sections that never change the result of a run: [checkpoint], [faults], [parallel], [communication], [track]."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from importlib.util import find_spec
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator
 
+from vitpar.errors import RecipeError
 from vitpar.intervals import EPOCH, Interval
 from vitpar.limits import MAX_BLOCKS, MAX_COUNT
 from vitpar.object_store import ObjectPath
-from vitpar.recipe.sections.base import Section
-from vitpar.recipe.trackers import TrackerName
+from vitpar.recipe.sections import Section
 from vitpar.strategy import Plan
+from vitpar.text import either, shown
 
 AUTO = "auto"
 """Value of `parallel.mesh` for which `vitpar train` searches the plan."""
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+"""Name of a tracker, which is also its package, and vitpar's extra that installs it."""
 
 
 class CheckpointSection(Section):
@@ -43,20 +45,12 @@ class CheckpointSection(Section):
         return name and str(ObjectPath.parse(name))
 
     @property
-    def every_minutes(self) -> float:
-        """Minutes between checkpoints; 0 for none that are due by time."""
-        return self.every.number if self.every.unit == "minutes" else 0.0
-
-    @property
     def never(self) -> bool:
         """Whether no checkpoints are wanted."""
         return not self.every.number and not self.keep_best and not self.first
 
     def kept(self, steps: Sequence[int], best: int | None) -> set[int]:
-        """Return which checkpoints in `steps`, oldest first, to keep.
-
-        best: step of the best evaluation.
-        """
+        """Return which checkpoints in `steps`, oldest first, to keep. best: step of the best evaluation."""
         steps = [step for step in steps if step != best]
         multiples = {step for step in steps if self.keep_every_steps and step % self.keep_every_steps == 0}
         return multiples | set(steps[-self.keep :]) | ({best} if best is not None else set())
@@ -136,3 +130,17 @@ class TrackSection(Section):
         if repeated is not None:
             raise ValueError(f"track.trackers names '{repeated}' twice: keep one")
         return names
+
+
+def refuse_missing(trackers: Sequence[str]) -> None:
+    """Raise RecipeError for the first tracker that is unknown or whose package is not installed. Imports none."""
+    for name in trackers:
+        if name not in get_args(TrackerName):
+            raise RecipeError(f"unknown tracker '{shown(name)}': use {either(get_args(TrackerName))}")
+        try:
+            spec = find_spec(name)
+        except ValueError:  # a module without a spec
+            spec = None
+        # A folder of this name, such as the one that W&B writes, is a namespace package without an origin.
+        if spec is None or spec.origin is None:
+            raise RecipeError(f"the package of the tracker '{name}' is not installed: pip install -e '.[{name}]'")

@@ -1,17 +1,19 @@
 """Sections about the updates: [optimizer], [lr_schedule], [train], [distill] and [loss_scale]."""
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from vitpar.errors import StrategyError
 from vitpar.intervals import EPOCH, TEN_STEPS, Interval
 from vitpar.limits import MAX_BATCH_SIZE, MAX_COUNT, MAX_MEASURE, MAX_WIDTH
-from vitpar.recipe.rates.schedule import parse_drop_path, parse_image_sizes
+from vitpar.recipe.rates.schedules import parse_drop_path, parse_image_sizes
 from vitpar.recipe.rates.shapes import parse_shape
-from vitpar.recipe.sections.base import Section
+from vitpar.recipe.sections import Section
+from vitpar.strategy import Plan, parse
 from vitpar.strategy.execution import FP8_MIN_FEATURES, FastAccum
+from vitpar.text import shown
 
 Implementation = Literal["auto", "foreach", "fused", "for-loop", "triton"]
 """Torch's optimizer implementations, and triton: AdamW in one pass (``vitpar.training.optim.one_pass``)."""
@@ -26,6 +28,23 @@ _OWN_DEFAULTS: dict[str, dict[str, Any]] = {
     "muon": {"momentum": 0.95, "nesterov": True},
     "adafactor": {"lr": 1e-2, "weight_decay": 0.0},
 }
+
+
+def _read_by(parse: Callable[[str], object]) -> AfterValidator:
+    """Return a validator of text, or None, that `parse` reads."""
+
+    def readable(text: str | None) -> str | None:
+        if text is not None:
+            parse(text)
+        return text
+
+    return AfterValidator(readable)
+
+
+def _above_zero(every: Interval) -> Interval:
+    if not every.number:
+        raise ValueError("0 steps are no interval: give at least 1")
+    return every
 
 
 class OptimizerSection(Section):
@@ -97,10 +116,10 @@ class LoraSection(Section):
 class LRScheduleSection(Section):
     """Learning rate over steps: a linear warm-up, then a shape down to `min_lr`."""
 
-    shape: str = "cosine"
+    shape: Annotated[str, _read_by(parse_shape)] = "cosine"
     """Course after the warm-up: constant, linear, cosine, polynomial, step, multistep, rsqrt or wsd, with arguments as
     in `step(every=30 epochs, gamma=0.1)`."""
-    warmup: Interval | None = None
+    warmup: Annotated[Interval | None, AfterValidator(lambda given: given and given.in_steps())] = None
     """Length of the warm-up; none if unset."""
     warmup_lr: float | None = Field(None, ge=0)
     """Learning rate of the first update; the largest over the steps of the warm-up if unset."""
@@ -111,17 +130,6 @@ class LRScheduleSection(Section):
     run. False is timm without `--warmup-prefix`."""
     per_epoch: bool = False
     """Whether the learning rate changes between epochs only, as in timm without `--sched-on-updates`."""
-
-    @field_validator("shape")
-    @classmethod
-    def _known(cls, text: str) -> str:
-        parse_shape(text)
-        return text
-
-    @field_validator("warmup")
-    @classmethod
-    def _in_steps(cls, warmup: Interval | None) -> Interval | None:
-        return warmup and warmup.in_steps()
 
 
 class TrainSection(Section):
@@ -170,41 +178,16 @@ class TrainSection(Section):
     """Attention kernel; on GPUs auto takes the fastest of cudnn, flash and efficient, measured when the run begins."""
     activation_memory_budget: float | None = Field(None, ge=0, le=1)
     """Part of a compiled block's activations that the compiler keeps for backward; all if unset."""
-    drop_path_schedule: str = "constant"
+    drop_path_schedule: Annotated[str, _read_by(parse_drop_path)] = "constant"
     """Course of `model.drop_path`: constant, `early(until=50 epochs)`, with `form=linear` falling to 0 at its end, or
     `late(after=50 epochs)` (arXiv 2303.01500)."""
-    image_sizes: str | None = None
+    image_sizes: Annotated[str | None, _read_by(parse_image_sizes)] = None
     """Smaller images at the beginning of the run, such as `128 until 40 %, 192 until 80 %`; the rest has
     `model.image_size`. All have that size if unset."""
-    eval_every: Interval = EPOCH
+    eval_every: Annotated[Interval, AfterValidator(_above_zero)] = EPOCH
     """Interval between evaluations, also in minutes."""
-    log_every: Interval = TEN_STEPS
+    log_every: Annotated[Interval, AfterValidator(_above_zero), AfterValidator(Interval.in_steps)] = TEN_STEPS
     """Interval between lines of metrics."""
-
-    @field_validator("eval_every", "log_every")
-    @classmethod
-    def _above_zero(cls, every: Interval) -> Interval:
-        if not every.number:
-            raise ValueError("0 steps are no interval: give at least 1")
-        return every
-
-    @field_validator("log_every")
-    @classmethod
-    def _in_steps(cls, every: Interval) -> Interval:
-        return every.in_steps()
-
-    @field_validator("drop_path_schedule")
-    @classmethod
-    def _known_course(cls, text: str) -> str:
-        parse_drop_path(text)
-        return text
-
-    @field_validator("image_sizes")
-    @classmethod
-    def _known_sizes(cls, text: str | None) -> str | None:
-        if text is not None:
-            parse_image_sizes(text)
-        return text
 
     @field_validator("freeze", mode="before")
     @classmethod
@@ -228,6 +211,27 @@ class DistillSection(Section):
     """Temperature that logits are divided by (soft, logits)."""
     plan: str = "dp"
     """Strategy of the teacher on the ranks of the training, of dp, fsdp and tp: dp has a copy on every rank."""
+
+    def teacher_plan(self, ranks: int) -> Plan:
+        """Return the teacher's plan. Raises StrategyError for roles that no teacher has, or other `ranks`."""
+        plan = parse(self.plan)
+        for strategy in plan.distinct:
+            other = [
+                *(["pp"] if plan.pp != 1 else []),
+                *([f"+{strategy.tensor_mode}"] if strategy.tensor_mode != "1d" else []),
+                *([f"+zero{strategy.zero}"] if strategy.zero else []),
+                *(["+ckpt"] if strategy.checkpoint else []),
+                *(["+offload"] if strategy.offload else []),
+            ]
+            if other:
+                raise StrategyError(
+                    f"distill.plan '{shown(self.plan)}' has {other[0]}, which a teacher does not support: use dp, fsdp "
+                    "and tp, also with +sp"
+                )
+        try:
+            return plan.resolve(ranks)
+        except StrategyError as error:
+            raise StrategyError(f"distill.plan: {error}") from None
 
 
 class LossScaleSection(Section):

@@ -5,8 +5,6 @@ bit by bit on the ranks that hold them. After backward: every parameter has a gr
 the collectives that the ranks of a group call, if TORCH_DISTRIBUTED_DEBUG is DETAIL.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -90,29 +88,22 @@ class DebugChecks:
 
 @torch.no_grad()
 def checksums(tensors: Mapping[str, Tensor]) -> dict[Part, int]:
-    """Return a checksum of the bits of each tensor's local part. It changes if any single element changes."""
+    """Return a checksum of the bits of each tensor's local part.
+
+    It is the sum of all elements' bits, each times a different odd number, modulo 2**64, so it changes if any single
+    element changes or two swap places.
+    """
     sums: dict[Part, Tensor] = {}
     for name, tensor in tensors.items():
-        part = local(tensor.detach())
-        if part.numel():
-            sums[name, _place(tensor)] = _checksum(part)
+        part, place = local(tensor.detach()), list[int]()
+        if not part.numel():
+            continue
+        if isinstance(tensor, DTensor):
+            here = tensor.device_mesh.get_coordinate()
+            assert here is not None, "this rank holds a part"
+            place = [at for at, one in zip(here, tensor.placements, strict=True) if not one.is_replicate()]
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]
+        bits = part.contiguous().view(-1).view(whole).long()
+        sums[name, tuple(place)] = (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
     values = torch.stack([value.cpu() for value in sums.values()]).tolist() if sums else []
     return dict(zip(sums, values, strict=True))
-
-
-def _checksum(part: Tensor) -> Tensor:
-    """Return the sum of all elements' bits, each times a different odd number, modulo 2**64.
-
-    It changes if one element changes or two swap places.
-    """
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[part.element_size()]
-    bits = part.contiguous().view(-1).view(whole).long()
-    return (bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)).sum()
-
-
-def _place(tensor: Tensor) -> tuple[int, ...]:
-    if not isinstance(tensor, DTensor):
-        return ()
-    place = tensor.device_mesh.get_coordinate()
-    assert place is not None, "this rank holds a part"
-    return tuple(at for at, placement in zip(place, tensor.placements, strict=True) if not placement.is_replicate())

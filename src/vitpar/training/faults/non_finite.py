@@ -4,8 +4,6 @@ Unless the loss is scaled or `faults.non_finite = "skip"` is set, nothing is rea
 ends. The norms of each gradient, which locate the number, are computed anyway and kept until then.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ link looks like a slow peer. Rank 0 reads all notes and judges:
 Rank 0 puts the sentence into its note. Every rank that reads it writes its stacks to <run>/hang/rank<n>.txt and ends.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os
@@ -24,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 
@@ -92,7 +89,7 @@ class Watchdog:
         self.folder: Path | None = None
         """Folder of the stacks; None until it is known."""
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> Self:
         if not self._minutes:
             return self
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -110,9 +107,7 @@ class Watchdog:
         threading.Thread(target=self._watch, args=arguments, name="vitpar-watchdog", daemon=True).start()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._ended.set()
 
     def beat(self, phase: str, step: int) -> None:
@@ -120,10 +115,7 @@ class Watchdog:
         self._place = phase, step
 
     def outlive(self) -> None:
-        """Make timeouts of collectives longer than the patience, for all existing process groups.
-
-        The run then reports the hang instead of a timeout.
-        """
+        """Make timeouts of all process groups longer than the patience, so that the hang is reported instead."""
         # Groups that compare their collectives keep theirs: torch would print a warning.
         if self._minutes and dist.get_debug_level() != dist.DebugLevel.DETAIL:
             # upstream: public in torch 2.15, not in 2.13; there the private name warns.
@@ -143,14 +135,13 @@ class Watchdog:
         self._number += 1
         phase, step = self._place
         place = f"{phase} {step}" if step else phase
-        calls = _calls() if self._store else {}  # alone, a rank waits for no other
-        return json.dumps(Note(self._number, place, platform.node(), calls, sentence))
+        groups: list[Any] = [*dist.distributed_c10d._world.pg_map] if self._store else []  # alone: waits for no other
+        groups = [group for group in groups if group.group_desc != _POINT_TO_POINT]
+        counts = {g.group_name: (g._get_sequence_number_for_group(), dist.get_process_group_ranks(g)) for g in groups}
+        return json.dumps(Note(self._number, place, platform.node(), counts, sentence))
 
     def _watch(self, watched: Sequence[int], notes: list[bytes]) -> None:
-        """Write and read notes until the run ends, or has to. Runs in the thread.
-
-        watched: ranks whose notes this one reads. notes: theirs.
-        """
+        """Write notes, and read those of the `watched` ranks, until the run ends or has to. Runs in the thread."""
         place, idle = self._place, 0.0
         quiet = [0.0] * len(watched)
         # Count polls instead of reading the clock: a process suspended for an hour has not waited for an hour.
@@ -276,9 +267,3 @@ def behind(notes: Sequence[Note]) -> tuple[list[int], list[int]]:
         waiting |= {rank for rank, number in numbers.items() if number > min(numbers.values())}
         awaited |= {rank for rank, number in numbers.items() if number < max(numbers.values())}
     return sorted(awaited - waiting), sorted(waiting)
-
-
-def _calls() -> dict[str, Any]:
-    """Return the collectives that this process has called so far, by process group, with the ranks of the group."""
-    groups: list[Any] = [group for group in dist.distributed_c10d._world.pg_map if group.group_desc != _POINT_TO_POINT]
-    return {g.group_name: (g._get_sequence_number_for_group(), dist.get_process_group_ranks(g)) for g in groups}

@@ -5,8 +5,6 @@ shards are added over the process groups that split this dim. A step sends three
 which parameters are sharded: sums over columns and rows, means of the former, and norms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -105,8 +103,5 @@ class Adafactor(OverShards):
         return grads
 
     def _add_shards(self, sums: Iterable[tuple[Tensor, Tensor, int]]) -> None:
-        """Turn sums over a dim of local shards into those of global parameters, in place. Collective.
-
-        sums: each with its shard and the dim.
-        """
+        """Add sums over dims of local shards up to those of parameters. Collective. sums: with shard and dim."""
         add_over_groups_([(total, self._splitting[p, dim]) for total, p, dim in sums], self._norms.device)

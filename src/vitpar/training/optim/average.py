@@ -1,7 +1,5 @@
 """Running average of the parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,7 +24,9 @@ class EMA:
     def __init__(
         self, model: ParallelModel, decay: float, warmup: bool = False, holder: ParallelModel | None = None
     ) -> None:
-        self._model, self._decay, self._warmup = model, decay, warmup
+        self._model, self._warmup = model, warmup
+        self.most = decay
+        """Decay of the settings, from the next update on."""
         self._shards = shards = {name: local(p.detach()) for name, p in model.named_parameters()}
         self._trained = {name: shards[name] for name, p in model.named_parameters() if p.requires_grad}
         self.average = {name: shard.clone() if name in self._trained else shard for name, shard in shards.items()}
@@ -41,16 +41,12 @@ class EMA:
         if apart:
             torch._foreach_copy_([self.average[name] for name in apart], [self._shards[name] for name in apart])
 
-    def set_decay(self, decay: float) -> None:
-        """Set the decay from the next update on."""
-        self._decay = decay
-
     def decay(self, step: int) -> float:
         """Return the decay after update number `step`, counted from 1.
 
         With warm-up it is 1 - step^(-2/3), at most the decay of the settings, as in timm's ModelEmaV3.
         """
-        return min(self._decay, 1 - step ** (-2 / 3)) if self._warmup else self._decay
+        return min(self.most, 1 - step ** (-2 / 3)) if self._warmup else self.most
 
     @torch.no_grad()
     def update(self, step: int) -> None:

@@ -1,6 +1,6 @@
-"""LAMB and LARS: optimizers that scale the step of each matrix to the norm of the global matrix.
+"""LAMB and LARS, which scale the step of each matrix to the norm of the global matrix, and Lion, which is elementwise.
 
-Both work on local shards as plain tensors. Elementwise operations are foreach operations on the shards. Norms are those
+All work on local shards as plain tensors. Elementwise operations are foreach operations on the shards. Norms are those
 of global parameters (`WholeNorms`): one message a step for each process group over which parameters are sharded.
 """
 
@@ -26,16 +26,12 @@ class OverShards(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # without a closure, which nothing here needs
         """Update all shards that have a gradient. Collective."""
-        for number, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             if shards := [p for p in group["params"] if p.grad is not None]:
-                self._update(number, group, shards)
+                self._update(group, shards)
 
-    def _update(self, number: int, group: Group, shards: list[Tensor]) -> None:
-        """Update shards of one group.
-
-        number: index of the group.
-        shards: those of the group that have a gradient.
-        """
+    def _update(self, group: Group, shards: list[Tensor]) -> None:
+        """Update the shards of a group that have a gradient."""
         raise NotImplementedError
 
     def _remembered(self, shards: Sequence[Tensor], *names: str) -> list[list[Tensor]]:
@@ -52,11 +48,31 @@ def gradients(shards: Sequence[Tensor]) -> list[Tensor]:
     return [p.grad for p in shards if p.grad is not None]
 
 
+class Lion(OverShards):
+    """Lion over local shards, as timm's without its options. State of each shard: `exp_avg`.
+
+    Settings: `lr`; `betas`, of the average that the sign is taken of, and of the one that is kept; and `weight_decay`,
+    which is decoupled.
+
+    Source: "Symbolic Discovery of Optimization Algorithms" (arXiv 2302.06675), algorithm 2.
+    """
+
+    def _update(self, group: Group, shards: list[Tensor]) -> None:
+        grads, (means,) = gradients(shards), self._remembered(shards, "exp_avg")
+        beta1, beta2 = group["betas"]
+        directions = list(torch._foreach_lerp(means, grads, 1 - beta1))
+        torch._foreach_sign_(directions)
+        torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(shards, directions, alpha=-group["lr"])
+        torch._foreach_lerp_(means, grads, 1 - beta2)
+
+
 class _Layerwise(OverShards):
     """Base of LAMB and LARS, with the step that they share.
 
     groups: with `weight_decay`.
     adapted: shards whose steps trust ratios scale, each with the parameter of which it is the local part.
+    defaults: other settings.
     """
 
     def __init__(self, groups: list[Group], adapted: Mapping[Tensor, Tensor], defaults: dict[str, Any]) -> None:
@@ -98,12 +114,7 @@ class _Layerwise(OverShards):
         raise NotImplementedError
 
     def _trust_ratios(self, group: Group, own: Tensor, other: Tensor) -> Tensor:
-        """Return the trust ratios, [parameters]. Only those where both norms are above 0 are used.
-
-        group: settings of these parameters.
-        own: norms of the parameters.
-        other: norms that they are compared with.
-        """
+        """Return the trust ratios, [parameters], by their `own` norms and `other` ones; used if both are above 0."""
         raise NotImplementedError
 
     def _move(self, group: Group, shards: list[Tensor], directions: list[Tensor]) -> None:
@@ -113,22 +124,11 @@ class _Layerwise(OverShards):
 class LAMB(_Layerwise):
     """Adam's bias-corrected step plus decoupled weight decay, scaled to the norm of the parameter.
 
-    The trust ratio is ``‖parameter‖ / ‖step‖``, not clamped; 1 if a norm is zero. State of each shard: `step`,
-    `exp_avg`, `exp_avg_sq`.
+    The trust ratio is ``‖parameter‖ / ‖step‖``, not clamped; 1 if a norm is zero. Settings: `lr`, `betas` and `eps`.
+    State of each shard: `step`, `exp_avg`, `exp_avg_sq`.
 
     Source: "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes" (arXiv 1904.00962), algorithm 2.
     """
-
-    def __init__(
-        self,
-        groups: list[Group],
-        adapted: Mapping[Tensor, Tensor],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        super().__init__(groups, adapted, {"lr": lr, "betas": betas, "eps": eps})
 
     def _directions(self, group: Group, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         grads = gradients(shards)
@@ -155,24 +155,11 @@ class LARS(_Layerwise):
     """Momentum SGD whose gradient, weight decay included, is scaled to the norm of the parameter.
 
     The trust ratio is ``trust_coefficient · ‖parameter‖ / (‖gradient‖ + weight_decay · ‖parameter‖)``; 1 if a norm is
-    zero. The learning rate is outside the momentum, as in torch.optim.SGD. State of each shard: `momentum_buffer`; none
-    without momentum.
+    zero. The learning rate is outside the momentum, as in torch.optim.SGD. Settings: `lr`, `momentum`, `nesterov` and
+    `trust_coefficient`. State of each shard: `momentum_buffer`; none without momentum.
 
     Source: "Large Batch Training of Convolutional Networks" (arXiv 1708.03888).
     """
-
-    def __init__(
-        self,
-        groups: list[Group],
-        adapted: Mapping[Tensor, Tensor],
-        *,
-        lr: float,
-        momentum: float,
-        nesterov: bool,
-        trust_coefficient: float,
-    ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "trust_coefficient": trust_coefficient}
-        super().__init__(groups, adapted, defaults)
 
     def _directions(self, group: Group, shards: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         grads = gradients(shards)

@@ -43,10 +43,7 @@ class LossScaler:
         return f"loss_scale.{name} {self._bounds[0]:,.10g}"
 
     def update(self, overflow: bool) -> None:
-        """Update the scale after a step.
-
-        overflow: whether the step overflowed on any rank.
-        """
+        """Update the scale after a step. overflow: whether the step overflowed on any rank."""
         s, (smallest, largest) = self._settings, self._bounds
         self.exhausted = False
         if not overflow:
@@ -63,11 +60,7 @@ class LossScaler:
 
     def state(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as plain numbers."""
-        return {
-            "scale": self.scale,
-            "good_steps": self._good_steps,
-            "hysteresis_left": self._hysteresis_left,
-        }
+        return {"scale": self.scale, "good_steps": self._good_steps, "hysteresis_left": self._hysteresis_left}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of `state`, limited to the present settings."""

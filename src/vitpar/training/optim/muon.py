@@ -5,12 +5,9 @@ matrix is all-gathered from its shards, one at a time. Every rank that holds a p
 its part.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -19,9 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.adamw import adamw
 
 from vitpar.training.optim.layerwise import Group, OverShards, gradients
-
-if TYPE_CHECKING:
-    from vitpar.recipe.sections.training import AdjustLr
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 """Coefficients of the quintic Newton-Schulz iteration."""
@@ -51,111 +45,83 @@ def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
     return (x.mT if tall else x).to(matrices.dtype)
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """Interpretation of a parameter with two dims as one matrix or several."""
-
-    parameter: Tensor
-    """Plain tensor or DTensor."""
-    stacked: tuple[int, ...] = ()
-    """Rows of each map in a group of rows, such as (features, features, features) of the queries, keys and values of a
-    head (``vitpar.models.description.Part.stacked``); () for one matrix.
-
-    These are linear maps that happen to be stored as one, with unrelated singular values. Orthogonalised together, the
-    map with the largest gradients would take the step of the others.
-    """
-
-    def update(self, shard: Tensor, steps: int, adjust_lr_fn: AdjustLr) -> Tensor:
-        """Return the local shard of the update that orthogonalises the global tensor whose local shard is `shard`.
-
-        Each matrix is multiplied by its factor of the learning rate. Collective.
-        """
-        p = self.parameter
-        if not isinstance(p, DTensor):
-            return self._update(shard, steps, adjust_lr_fn)
-        layout = p.device_mesh, p.placements
-        whole = DTensor.from_local(shard, *layout, run_check=False, shape=p.shape, stride=p.stride()).full_tensor()
-        # src_data_rank=None: every rank has the global value, so each cuts its own shard without communication.
-        part = distribute_tensor(self._update(whole, steps, adjust_lr_fn), *layout, src_data_rank=None).to_local()
-        assert part.shape == shard.shape, f"a shard of shape {tuple(shard.shape)} is cut as {tuple(part.shape)}"
-        return part.to(shard.device)  # offloaded shards are on the host, meshes are not
-
-    def _update(self, whole: Tensor, steps: int, adjust_lr_fn: AdjustLr) -> Tensor:
-        groups = rearrange(whole, "(g r) i -> g r i", r=sum(self.stacked) or len(whole))
-        maps = [part.flatten(0, 1) for part in groups.split(list(self.stacked) or len(whole), dim=1)]
-        updates = [_lr_factor(adjust_lr_fn, *part.shape) * orthogonalise(part, steps) for part in maps]
-        return torch.cat([part.unflatten(0, (len(groups), -1)) for part in updates], dim=1).flatten(0, 1)
-
-
 class Muon(OverShards):
     """torch.optim.Muon for the shards in `matrices`, torch.optim.AdamW for all others, with one learning rate.
 
     State of each shard: `momentum_buffer`, or `step`, `exp_avg` and `exp_avg_sq`.
 
     groups: with `weight_decay`, which is decoupled.
-    matrices: shards to orthogonalise.
-    betas, eps: of AdamW.
-    adjust_lr_fn: factor of the learning rate for a matrix. `original` is √max(1, rows/columns), for a learning rate
-    tuned for Muon. `match_rms_adamw` is 0.2·√max(rows, columns), so that steps are as large as AdamW's and its learning
-    rate fits all parameters.
+    matrices: shards to orthogonalise, each with the parameter of which it is the local part, and the rows of each map
+        in a group of rows, such as (features, features, features) of the queries, keys and values of a head
+        (``vitpar.models.description.Part.stacked``); () for one matrix. These are linear maps that happen to be stored
+        as one, with unrelated singular values. Orthogonalised together, the map with the largest gradients would take
+        the step of the others.
+    defaults: `lr`; `betas` and `eps` of AdamW; `momentum`, `nesterov`, `ns_steps` and `adjust_lr_fn`, the factor of the
+        learning rate for a matrix. `original` is √max(1, rows/columns), for a learning rate tuned for Muon.
+        `match_rms_adamw` is 0.2·√max(rows, columns), so that steps are as large as AdamW's and its learning rate fits
+        all parameters.
 
     Source of `match_rms_adamw`: "Muon is Scalable for LLM Training" (arXiv 2502.16982).
     """
 
     def __init__(
-        self,
-        groups: list[Group],
-        matrices: Mapping[Tensor, Matrix],
-        *,
-        lr: float,
-        momentum: float,
-        nesterov: bool,
-        ns_steps: int,
-        adjust_lr_fn: AdjustLr,
-        betas: tuple[float, float],
-        eps: float,
+        self, groups: list[Group], matrices: Mapping[Tensor, tuple[Tensor, tuple[int, ...]]], defaults: dict[str, Any]
     ) -> None:
-        muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, **muon})
-        self._matrices = dict(matrices)
+        super().__init__(groups, defaults)
+        self._matrices = matrices
 
-    def _update(self, number: int, group: Group, shards: list[Tensor]) -> None:
-        self._muon(group, [p for p in shards if p in self._matrices])
-        self._adamw(group, [p for p in shards if p not in self._matrices])
+    def _update(self, group: Group, shards: list[Tensor]) -> None:
+        if hidden := [p for p in shards if p in self._matrices]:
+            self._muon(group, hidden)
+        if others := [p for p in shards if p not in self._matrices]:
+            steps, means, squares = self._remembered(others, "step", "exp_avg", "exp_avg_sq")
+            adamw(
+                others,
+                gradients(others),
+                means,
+                squares,
+                [],
+                steps,
+                foreach=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
 
     def _muon(self, group: Group, shards: list[Tensor]) -> None:
-        if not shards:
-            return
         grads, (buffers,) = gradients(shards), self._remembered(shards, "momentum_buffer")
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         updates = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
         torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
         for p, update in zip(shards, updates, strict=True):
-            p.sub_(self._matrices[p].update(update, group["ns_steps"], group["adjust_lr_fn"]), alpha=group["lr"])
+            p.sub_(self._orthogonalised(update, group, *self._matrices[p]), alpha=group["lr"])
 
-    def _adamw(self, group: Group, shards: list[Tensor]) -> None:
-        if not shards:
-            return
-        steps, means, squares = self._remembered(shards, "step", "exp_avg", "exp_avg_sq")
-        adamw(
-            shards,
-            gradients(shards),
-            means,
-            squares,
-            [],
-            steps,
-            foreach=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+    def _orthogonalised(self, shard: Tensor, group: Group, p: Tensor, stacked: tuple[int, ...]) -> Tensor:
+        """Return the local shard of the update that orthogonalises the global tensor whose local shard is `shard`.
+
+        Each matrix is multiplied by its factor of the learning rate. Collective.
+        """
+        if not isinstance(p, DTensor):
+            return _orthogonal_maps(shard, group, stacked)
+        layout = p.device_mesh, p.placements
+        whole = DTensor.from_local(shard, *layout, run_check=False, shape=p.shape, stride=p.stride()).full_tensor()
+        # src_data_rank=None: every rank has the global value, so each cuts its own shard without communication.
+        part = distribute_tensor(_orthogonal_maps(whole, group, stacked), *layout, src_data_rank=None).to_local()
+        assert part.shape == shard.shape, f"a shard of shape {tuple(shard.shape)} is cut as {tuple(part.shape)}"
+        return part.to(shard.device)  # offloaded shards are on the host, meshes are not
 
 
-def _lr_factor(adjust_lr_fn: AdjustLr, rows: int, columns: int) -> float:
-    if adjust_lr_fn == "original":
-        return math.sqrt(max(1.0, rows / columns))
-    return 0.2 * math.sqrt(max(rows, columns))
+def _orthogonal_maps(whole: Tensor, group: Group, stacked: tuple[int, ...]) -> Tensor:
+    groups = rearrange(whole, "(g r) i -> g r i", r=sum(stacked) or len(whole))
+    updates = []
+    for part in groups.split(list(stacked) or len(whole), dim=1):
+        matrix = part.flatten(0, 1)
+        rows, columns = matrix.shape
+        original = group["adjust_lr_fn"] == "original"
+        factor = math.sqrt(max(1.0, rows / columns)) if original else 0.2 * math.sqrt(max(rows, columns))
+        updates.append((factor * orthogonalise(matrix, group["ns_steps"])).unflatten(0, (len(groups), -1)))
+    return torch.cat(updates, dim=1).flatten(0, 1)

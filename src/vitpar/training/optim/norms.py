@@ -84,10 +84,7 @@ def clip_(gradients: dict[str, Tensor], norm: Tensor, limit: float, scale: float
 
 
 def clip_factor(norm: Tensor, limit: float, scale: float = 1.0) -> Tensor | None:
-    """Return the factor by which `clip_` multiplies gradients, 0-dim on the device of `norm`; None for no clipping.
-
-    norm, limit, scale: as there.
-    """
+    """Return `clip_`'s factor of gradients, 0-dim on the device of `norm`; None for no clipping."""
     if not limit:
         return None if scale == 1.0 else torch.full_like(norm, 1.0 / scale)
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)

@@ -6,12 +6,9 @@ The result is that of torch's AdamW up to rounding. State of each shard has torc
 `exp_avg_sq`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,10 +16,8 @@ from torch import Tensor
 from vitpar.errors import RecipeError
 from vitpar.launch.world_group import all_gather_json
 from vitpar.parallel.precision import PRECISIONS
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.training.optim.layerwise import Group, OverShards
-
-if TYPE_CHECKING:
-    from vitpar.recipe.sections.training import OptimizerSection
 
 DEVICES = ("cuda",)
 """Types of devices that Triton has a compiler for. A CPU has only its interpreter, which is for tests."""
@@ -77,46 +72,37 @@ def fits(shards: Iterable[Tensor]) -> bool:
     return all(p.dtype is torch.float32 and p.is_contiguous() and p.device.type in DEVICES for p in shards)
 
 
-@dataclass(frozen=True)
-class Alongside:
-    """Work that a pass does besides the update, by shard."""
-
-    factor: Tensor | None = None
-    """0-dim float32 tensor on the device that multiplies all gradients; None for 1."""
-    copies: Mapping[Tensor, Tensor] = field(default_factory=dict)
-    """Tensors that take the 16-bit copies of updated shards."""
-    averages: Mapping[Tensor, Tensor] = field(default_factory=dict)
-    """Running averages of shards."""
-    average_decay: float = 0.0
-    """``average = decay · average + (1 - decay) · parameter``."""
-
-
 class OnePassAdamW(OverShards):
     """AdamW over local shards in one pass.
 
-    groups: with `weight_decay`.
+    Settings: `lr`, `betas` and `eps`, which all groups share, and `weight_decay`.
 
     Source: "Decoupled Weight Decay Regularization" (arXiv 1711.05101), algorithm 2.
     """
 
-    def __init__(self, groups: list[Group], *, lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
-        self.alongside = Alongside()
-        """Work besides the next update."""
-
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Update all shards that have a gradient."""
+    def step(  # type: ignore[override]
+        self,
+        factor: Tensor | None = None,
+        copies: Mapping[Tensor, Tensor] = {},
+        averages: Mapping[Tensor, Tensor] = {},
+        average_decay: float = 0.0,
+    ) -> None:
+        """Update all shards that have a gradient.
+
+        factor: 0-dim float32 tensor on the device that multiplies all gradients; None for 1.
+        copies: tensors that take the 16-bit copies of updated shards, by shard.
+        averages: running averages of shards, by shard: ``average = decay · average + (1 - decay) · parameter``.
+        """
         from vitpar.kernels.adamw import adamw_
 
-        also = self.alongside
         # One launch for all groups and layers whose tensors have the same types.
         alike: dict[object, list[tuple[Tensor, Group]]] = {}
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    copy = also.copies.get(p)
-                    kind = p.device, p.grad.dtype, None if copy is None else copy.dtype, p in also.averages
+                    copy = copies.get(p)
+                    kind = p.device, p.grad.dtype, None if copy is None else copy.dtype, p in averages
                     alike.setdefault(kind, []).append((p, group))
         for pairs in alike.values():
             shards, groups = [p for p, _ in pairs], [group for _, group in pairs]
@@ -127,13 +113,13 @@ class OnePassAdamW(OverShards):
                 [p.grad.contiguous() for p in shards if p.grad is not None],
                 means,
                 squares,
-                [also.copies[p] for p in shards if p in also.copies],
-                [also.averages[p] for p in shards if p in also.averages],
-                also.factor,
+                [copies[p] for p in shards if p in copies],
+                [averages[p] for p in shards if p in averages],
+                factor,
                 [step.item() for step in steps],
                 [group["lr"] for group in groups],
                 [group["weight_decay"] for group in groups],
                 *self.defaults["betas"],
                 self.defaults["eps"],
-                also.average_decay,
+                average_decay,
             )

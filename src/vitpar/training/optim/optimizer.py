@@ -7,10 +7,8 @@ is elementwise too. LAMB, LARS, Muon and Adafactor also depend on global paramet
 is a part of, and communicate what they need.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +17,15 @@ from torch import Tensor, nn
 from vitpar.launch.world_group import all_reduce_
 from vitpar.parallel import ParallelModel
 from vitpar.parallel.precision import LowPrecisionParams
+from vitpar.recipe import Recipe
+from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.sharded import local, mean_sharded_as, sharded_as
 from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.training.optim.adafactor import FACTORS, Adafactor
-from vitpar.training.optim.layerwise import LAMB, LARS
-from vitpar.training.optim.lion import Lion
-from vitpar.training.optim.muon import Matrix, Muon
-from vitpar.training.optim.one_pass import Alongside, OnePassAdamW, fits
+from vitpar.training.optim.layerwise import LAMB, LARS, Lion
+from vitpar.training.optim.muon import Muon
+from vitpar.training.optim.one_pass import OnePassAdamW, fits
 from vitpar.training.optim.state_memory import state_bytes
-
-if TYPE_CHECKING:
-    from vitpar.recipe import Recipe
-    from vitpar.recipe.sections.training import OptimizerSection
 
 ELEMENTWISE = ("adamw", "adam", "sgd", "lion")
 """Optimizers whose updates do not depend on other elements of a parameter."""
@@ -102,8 +97,7 @@ class ShardedOptimizer:
         """Return the optimizer state by names such as `exp_avg.<parameter>`.
 
         A value shares memory. It is sharded like the parameter, Adafactor's means except for the dim that they lack; or
-        it is a single number. Empty before the first step or
-        `allocate`.
+        it is a single number. Empty before the first step or `allocate`.
         """
         tensors = {}
         for name, (parameter, shard) in self._pairs.items():
@@ -127,10 +121,7 @@ class ShardedOptimizer:
         self._update(lr=0.0)
 
     def forget(self, lacking: Callable[[str], bool] = lambda name: True) -> None:
-        """Drop the state, as before the first step.
-
-        lacking: returns for a name of `state` whether to drop all state of that parameter.
-        """
+        """Drop the state of parameters that have a name of `state` which is `lacking`, as before the first step."""
         states = self.torch_optimizer.state
         for name, (_, shard) in self._pairs.items():
             if any(lacking(f"{key}.{name}") for key in states.get(shard, {})):
@@ -151,14 +142,15 @@ class ShardedOptimizer:
         for group in self.torch_optimizer.param_groups:
             group["rate"] = rates.get(group["part"], 1.0)
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, **beside: Any) -> None:
         """Update with learning rate `lr`, then drop the gradients. Collective for all but elementwise optimizers.
 
         lr: that of the layers whose learning rate does not decay.
+        beside: further work of one pass (``OnePassAdamW.step``).
         """
         for parameter, shard in self._pairs.values():
             shard.grad = None if parameter.grad is None else local(parameter.grad)
-        self._update(lr)
+        self._update(lr, **beside)
 
     @property
     def one_pass(self) -> bool:
@@ -178,26 +170,22 @@ class ShardedOptimizer:
         copies: 16-bit copies of the model's parameters.
         average: running averages by name, and their decay; None for no average.
         """
-        assert isinstance(self.torch_optimizer, OnePassAdamW), "implementation triton"
         averages, decay = average or ({}, 0.0)
         updated = {name: pair for name, pair in self._pairs.items() if pair[0].grad is not None}
         targets = {shard: copies.target(parameter) for parameter, shard in updated.values()}
-        self.torch_optimizer.alongside = Alongside(
-            None if factor is None else factor.float(),
-            {shard: target for shard, target in targets.items() if target is not None},
-            {shard: averages[name] for name, (_, shard) in updated.items() if name in averages},
-            decay,
+        self.step(
+            lr,
+            factor=None if factor is None else factor.float(),
+            copies={shard: target for shard, target in targets.items() if target is not None},
+            averages={shard: averages[name] for name, (_, shard) in updated.items() if name in averages},
+            average_decay=decay,
         )
-        try:
-            self.step(lr)
-        finally:
-            self.torch_optimizer.alongside = Alongside()
         copies.written(parameter for parameter, _ in updated.values())
 
-    def _update(self, lr: float) -> None:
+    def _update(self, lr: float, **beside: Any) -> None:
         for group in self.torch_optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"] * group["rate"]
-        self.torch_optimizer.step()
+        self.torch_optimizer.step(**beside)
         for parameter, shard in self._pairs.values():
             parameter.grad = shard.grad = None
 
@@ -220,7 +208,9 @@ def _groups(
             assert layers_above is not None, "layer_decay needs the number of layers above a parameter"
             above = layers_above(name)
         members.setdefault((decays(parameter), above, part(name)), []).append(shard)
-    groups = [
+    if not members:  # a rank whose layers are all frozen: torch refuses to have no group
+        members[False, 0, ""] = []
+    return [
         {
             "params": members[decay, above, of],
             "weight_decay": settings.weight_decay if decay else 0.0,
@@ -231,8 +221,6 @@ def _groups(
         }
         for decay, above, of in sorted(members, reverse=True)
     ]
-    # A rank whose layers are all frozen has no parameters, and torch refuses to have no group.
-    return groups or [{"params": [], "weight_decay": 0.0, "wd_scale": 0.0, "lr_scale": 1.0, "part": "", "rate": 1.0}]
 
 
 def _torch_optimizer(
@@ -242,48 +230,38 @@ def _torch_optimizer(
     pairs: _Pairs,
     matrices: Mapping[str, tuple[int, ...]],
 ) -> torch.optim.Optimizer:
-    adam: dict[str, Any] = {"betas": settings.betas, "eps": settings.eps}
-    momentum: dict[str, Any] = {"momentum": settings.momentum, "nesterov": settings.nesterov}
-    fused: dict[str, Any] = {"fused": True}
-    # On a rank whose shards do not fit one pass, triton is fused.
-    choices = {
-        "auto": fused,
-        "triton": fused,
-        "fused": fused,
-        "foreach": {"foreach": True},
-        "for-loop": {"foreach": False},
-    }
-    options, lr = choices[implementation], settings.lr
+    adam: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
+    momentum: dict[str, Any] = {"lr": settings.lr, "momentum": settings.momentum, "nesterov": settings.nesterov}
+    foreach: dict[str, Any] = {"foreach": {"foreach": True}, "for-loop": {"foreach": False}}
+    options = foreach.get(implementation, {"fused": True})  # also on a rank whose shards do not fit one pass
     adapted: dict[Tensor, Tensor] = {shard: parameter for parameter, shard in pairs.values() if decays(parameter)}
     match settings.name:
         case "adamw" if implementation == "triton" and fits(shard for _, shard in pairs.values()):
-            return OnePassAdamW(groups, lr=lr, **adam)
+            return OnePassAdamW(groups, adam)
         case "adamw":
-            return torch.optim.AdamW(groups, lr=lr, **adam, **options)
+            return torch.optim.AdamW(groups, **adam, **options)
         case "adam":
-            return torch.optim.Adam(groups, lr=lr, **adam, **options)
+            return torch.optim.Adam(groups, **adam, **options)
         case "sgd":
-            return torch.optim.SGD(groups, lr=lr, **momentum, **options)
+            return torch.optim.SGD(groups, **momentum, **options)
         case "lion":
-            return Lion(groups, lr=lr, betas=settings.betas)
+            return Lion(groups, {"lr": settings.lr, "betas": settings.betas})
         case "lamb":
-            return LAMB(groups, adapted, lr=lr, **adam)
+            return LAMB(groups, adapted, adam)
         case "lars":
-            return LARS(groups, adapted, lr=lr, **momentum, trust_coefficient=settings.trust_coefficient)
+            return LARS(groups, adapted, {**momentum, "trust_coefficient": settings.trust_coefficient})
         case "adafactor":
-            return Adafactor(groups, {shard: parameter for parameter, shard in pairs.values()}, lr=lr)
+            return Adafactor(groups, {shard: parameter for parameter, shard in pairs.values()}, lr=settings.lr)
         case "muon":
-            shape: dict[str, Any] = {"ns_steps": settings.ns_steps, "adjust_lr_fn": settings.adjust_lr_fn}
-            held = ((*pairs[name], rows) for name, rows in matrices.items() if name in pairs)
-            hidden: dict[Tensor, Matrix] = {shard: Matrix(parameter, rows) for parameter, shard, rows in held}
-            return Muon(groups, hidden, lr=lr, **adam, **momentum, **shape)
+            hidden: dict[Tensor, tuple[Tensor, tuple[int, ...]]] = {
+                pairs[name][1]: (pairs[name][0], rows) for name, rows in matrices.items() if name in pairs
+            }
+            shape = {"ns_steps": settings.ns_steps, "adjust_lr_fn": settings.adjust_lr_fn}
+            return Muon(groups, hidden, {**adam, **momentum, **shape})
 
 
 def state_size(model: ParallelModel, recipe: Recipe) -> tuple[int, int]:
-    """Return the parameters of the global model, and the bytes that the fullest rank keeps for its share. Collective.
-
-    See `state_bytes`.
-    """
+    """Return the global model's parameters, and the bytes of the fullest rank (`state_bytes`). Collective."""
     copies = model.config.shared
     named = [p for _, p in model.named_parameters()]
     counted = [p for name, p in model.named_parameters() if name not in copies]

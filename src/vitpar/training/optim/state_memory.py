@@ -1,15 +1,10 @@
 """Memory of parameters, gradients and optimizer state, computed from a recipe without torch."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
+from vitpar.models.config import ModelConfig
+from vitpar.recipe import Recipe
 from vitpar.strategy.precisions import PRECISION_TYPES, DataType
-
-if TYPE_CHECKING:
-    from vitpar.models.config import ModelConfig
-    from vitpar.recipe import Recipe
 
 _BOUNDS = {"muon": " (at most)", "adafactor": " (about)"}
 """Words about the size of the state, by optimizer."""
@@ -32,8 +27,18 @@ def moments(recipe: Recipe, config: ModelConfig) -> float:
     others: 2 is the maximum. Adafactor keeps a number for each row and column; this is the mean of the global model,
     without the copies that ranks keep of what their shards have in common.
     """
-    kept = _factored(recipe, config) if recipe.optimizer.name == "adafactor" else _numbers(recipe)
-    return kept + bool(recipe.train.ema_decay)
+    average = bool(recipe.train.ema_decay)
+    if recipe.optimizer.name != "adafactor":
+        return _numbers(recipe) + average
+    frozen, kept, elements = recipe.frozen(config), 0, 0
+    for name, layer in config.layers.items():
+        for one, shape in layer.parameters.items():
+            if f"{name}.{one}" in frozen:
+                continue
+            size = math.prod(shape)
+            kept += size if len(shape) < 2 else size // shape[-1] + size // shape[-2]
+            elements += size
+    return kept / max(elements, 1) + average
 
 
 def state_words(recipe: Recipe) -> str:
@@ -52,19 +57,6 @@ def _numbers(recipe: Recipe) -> int:
     momentum = 1 if recipe.optimizer.momentum else 0
     kept = {"adamw": 2, "adam": 2, "lion": 1, "lamb": 2, "muon": 2, "sgd": momentum, "lars": momentum}
     return kept[recipe.optimizer.name]
-
-
-def _factored(recipe: Recipe, config: ModelConfig) -> float:
-    """Return the numbers that Adafactor keeps per trained element."""
-    frozen, kept, elements = recipe.frozen(config), 0, 0
-    for name, layer in config.layers.items():
-        for one, shape in layer.parameters.items():
-            if f"{name}.{one}" in frozen:
-                continue
-            size = math.prod(shape)
-            kept += size if len(shape) < 2 else size // shape[-1] + size // shape[-2]
-            elements += size
-    return kept / max(elements, 1)
 
 
 def _stored(recipe: Recipe) -> DataType:

@@ -1,14 +1,9 @@
-"""Resuming: the checkpoint to resume from, and the settings that may differ from those it was trained with.
-
-That is the newest complete checkpoint of a run, or one that is named.
-"""
-
-from __future__ import annotations
+"""Resuming: the checkpoint to resume from, and the settings that may differ from those it was trained with."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE
@@ -20,20 +15,9 @@ from vitpar.weights.images import read_class_names
 
 FREE = (
     *(f"train.{key}" for key in ("compile", "attention", "activation_memory_budget", "eval_every", "log_every")),
-    *("stream.val", "stream.val_samples", "stream.allow_pipe"),
-    *(
-        "data.path",
-        "data.workers",
-        "data.cache",
-        "data.cache_gb",
-        "parallel.…",
-        "communication.…",
-        "checkpoint.…",
-        "faults.…",
-    ),
-    "track.…",
-    "distill.teacher",
-    "distill.plan",
+    *("stream.val", "stream.val_samples", "stream.allow_pipe", "distill.teacher", "distill.plan"),
+    *("data.path", "data.workers", "data.cache", "data.cache_gb"),
+    *("parallel.…", "communication.…", "checkpoint.…", "faults.…", "track.…"),
 )
 """Settings that do not change the training; ``section.…`` stands for all of a section.
 
@@ -93,6 +77,11 @@ class Resumed:
     recipe: Path | None = None
     """Recipe of the source, for the resumed run if none is named. None if there is none."""
 
+    @cached_property
+    def before(self) -> Recipe | None:
+        """Content of `recipe`. Raises RecipeError."""
+        return None if self.recipe is None else read_recipe(self.recipe)
+
     @property
     def run(self) -> Path | None:
         """Folder of the run that is resumed; None if the source belongs to none."""
@@ -104,24 +93,17 @@ class Resumed:
         return self.source is None or not has_checkpoint(self.source)
 
     def mesh(self) -> str | None:
-        """Return the path of the saved plan, if the recipe's mesh is a plan file; else None.
-
-        The named file may have been deleted or changed since.
-        """
-        if self.recipe is None:
+        """Return the saved plan's path if the mesh was a plan file, which may have changed since; else None."""
+        if self.recipe is None or self.before is None:
             return None
-        parallel = read_recipe(self.recipe).parallel
+        parallel = self.before.parallel
         # With fallback meshes the saved plan may be that of a fallback, so the named file is needed.
-        if not parallel.mesh.endswith(".json") or parallel.fallback_meshes:
-            return None
-        return str(self.recipe.with_name(PLAN))
+        named = parallel.mesh.endswith(".json") and not parallel.fallback_meshes
+        return str(self.recipe.with_name(PLAN)) if named else None
 
 
 def resumed(resume: str | None, run_dir: Path | None) -> Resumed:
-    """Interpret the value of ``vitpar train --resume``: auto, a path or never.
-
-    Raises RecipeError.
-    """
+    """Interpret the value of ``vitpar train --resume``: auto, a path or never. Raises RecipeError."""
     if resume is None or resume == "never":
         return Resumed()
     if resume == "auto":
@@ -153,18 +135,16 @@ def counting_images(recipe: Recipe, source: Resumed) -> Recipe:
 
     Lengths in steps, `train.steps` and `lr_schedule.warmup`, are converted unless they were changed too.
     """
-    if source.begins or source.recipe is None:
+    before = source.before
+    if source.begins or before is None:
         return recipe
-    before = read_recipe(source.recipe)
     after = before.with_batch_size(recipe.train.batch_size)
     steps, warmup = recipe.train.steps, recipe.lr_schedule.warmup
     if steps == before.train.steps:
         steps = after.train.steps
     if warmup == before.lr_schedule.warmup:
         warmup = after.lr_schedule.warmup
-    train = recipe.train.model_copy(update={"steps": steps})
-    schedule = recipe.lr_schedule.model_copy(update={"warmup": warmup})
-    return recipe.model_copy(update={"train": train, "lr_schedule": schedule})
+    return recipe.updated(train={"steps": steps}, lr_schedule={"warmup": warmup})
 
 
 def find(path: Path, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -235,10 +215,7 @@ def allowed_changes(
 
 
 def teacher_fingerprint(recipe: Recipe) -> str | None:
-    """Return the fingerprint of the weights of a recipe's teacher; None without one.
-
-    Raises DataError for weights that cannot be read.
-    """
+    """Return the fingerprint of the teacher's weights; None without one. Raises DataError."""
     if recipe.distill.teacher is None:
         return None
     from vitpar.weights.folder import fingerprint
@@ -256,14 +233,11 @@ def differences(before: Recipe, after: Recipe) -> dict[str, str]:
     """Return the settings in which two recipes differ, by key, with a description of each change."""
     old, new = before.flat(), after.flat()
     different = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return {key: f"{key} was {_shown(old.get(key))} and is {_shown(new.get(key))}" for key in different}
+    words = {key: ["not set" if side.get(key) is None else side[key] for side in (old, new)] for key in different}
+    return {key: f"{key} was {was} and is {now}" for key, (was, now) in words.items()}
 
 
 def changes(before: Recipe, after: Recipe) -> dict[str, str]:
     """Return the `differences` of two recipes that would train differently."""
     every = differences(before, after).items()
     return {key: words for key, words in every if key not in FREE and f"{key.partition('.')[0]}.…" not in FREE}
-
-
-def _shown(value: Any) -> str:
-    return "not set" if value is None else str(value)

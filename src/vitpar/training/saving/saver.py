@@ -1,31 +1,20 @@
-"""Saving: the state that a run needs to resume under any plan, when it is saved, and which checkpoints are kept.
+"""Saving: the state that a run needs to resume under any plan, when it is saved, and which checkpoints are kept."""
 
-The state is tensors, by names that are the same under every plan, and a few numbers.
-"""
-
-from __future__ import annotations
-
-import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 from torch import Tensor
 
-from vitpar.checkpoint.folder import BestEvaluation, Checkpoint, Checkpoints, Facts, Scale
-from vitpar.checkpoint.index import AVERAGES, CLASSES, CONFIG, MOMENTS, PARAMETERS, PLAN, RECIPE, STATE
+from vitpar.checkpoint.folder import BestEvaluation, Checkpoint, Checkpoints, Scale
+from vitpar.checkpoint.index import AVERAGES, MOMENTS, PARAMETERS
 from vitpar.checkpoint.reader import load_tensors
 from vitpar.checkpoint.writer import Saved, Writer
 from vitpar.copying import upload_checkpoint
-from vitpar.models.config import ModelConfig
-from vitpar.models.families import config_to_json
 from vitpar.object_store import ObjectPath, parse_place
 from vitpar.parallel import ParallelModel
-from vitpar.recipe import Recipe
 from vitpar.recipe.sections.running import CheckpointSection
 from vitpar.sharded import sharded_as
-from vitpar.strategy import Plan
-from vitpar.strategy.plan_json import plan_text
 from vitpar.tasks import Metric
 from vitpar.training.optim.average import EMA
 from vitpar.training.optim.loss_scale import LossScaler
@@ -89,13 +78,11 @@ class TrainingState:
         return Scale(**self._scaler.state()) if self._scaler else None
 
     def load(self, checkpoint: Checkpoint, changed: Collection[str] = ()) -> None:
-        """Restore the state in `checkpoint`. Collective.
+        """Restore the state in `checkpoint`. Collective. Raises CheckpointError.
 
         changed: settings that differ from those of the checkpoint, and may. An optimizer that needs state that the
         checkpoint lacks starts afresh, as do parameters that were frozen; averages that it lacks start as the
         parameters.
-
-        Raises CheckpointError.
         """
         there = checkpoint.index.tensors
         if any(name.startswith(MOMENTS) for name in there):  # else the checkpoint is from before the first step
@@ -127,12 +114,10 @@ class Saver:
     `writer.staged` must be called before the state of the run changes.
 
     metric: decides which evaluation is the best.
-    interval: steps between checkpoints; 0 for none by step.
-    last: last step of the run.
+    interval: steps between checkpoints; 0 for none by step. last: last step of the run.
     texts: returns the text files of a checkpoint for a step, its samples and the best evaluation.
-    log: called with messages on what was saved.
+    log, warn: called with messages on what was saved, and what was not copied to object storage.
     saved: called with the step of a checkpoint that is being saved.
-    warn: called with a message if a checkpoint was not copied to object storage.
     beat: called before each wait for a disk.
     """
 
@@ -182,11 +167,9 @@ class Saver:
         return bool(by_step or step == self._last or (self._settings.first and step == 1))
 
     def late(self, minutes: float) -> bool:
-        """Return whether a checkpoint is due by time.
-
-        minutes: since the last one, equal on all ranks.
-        """
-        return 0 < self._settings.every_minutes <= minutes
+        """Return whether a checkpoint is due by time. minutes: since the last one, equal on all ranks."""
+        every = self._settings.every
+        return every.unit == "minutes" and 0 < every.number <= minutes
 
     def best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Record an evaluation. Return whether it is the best so far, so that a checkpoint is to be kept."""
@@ -220,10 +203,7 @@ class Saver:
         self._tell_saved(step)
 
     def advance(self, worst: float) -> None:
-        """Advance the checkpoint that is being written.
-
-        worst: the largest `progress` of all ranks.
-        """
+        """Advance the checkpoint that is being written. worst: the largest `progress` of all ranks."""
         self._tell(self.writer.advance(worst))
 
     def finish(self) -> None:
@@ -246,20 +226,3 @@ class Saver:
             self._not_copied = None
         if saved:
             self._log(f"{saved.folder.name} was complete after {saved.seconds:.2f} s, {saved.bytes / 1e6:,.1f} MB")
-
-
-def texts(
-    facts: Facts, recipe: Recipe, config: ModelConfig, plan: Plan, class_names: Sequence[str] | None
-) -> dict[str, str]:
-    """Return the text files of a checkpoint, by name.
-
-    class_names: names of the classes; None if the data have none.
-    """
-    names = {} if class_names is None else {CLASSES: json.dumps(class_names)}
-    return {
-        STATE: facts.model_dump_json(indent=1),
-        RECIPE: recipe.to_toml(),
-        CONFIG: json.dumps(config_to_json(config), indent=1),
-        PLAN: plan_text(plan),
-        **names,
-    }

@@ -1,6 +1,4 @@
-"""Reporter that passes what a run logs to the trackers of its recipe."""
-
-from __future__ import annotations
+"""Reporter that records a run in its folder and with the trackers of its recipe."""
 
 import json
 import re
@@ -9,16 +7,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from vitpar.io import read_json, write_text
 from vitpar.recipe import Recipe
 from vitpar.strategy.plan_json import plan_to_json
+from vitpar.tasks import Task
 from vitpar.training.events import Reporter, Row, RunHeader
 from vitpar.training.run_folder import RunFolder
-from vitpar.training.tracking.tracked_run import TrackedRun
-from vitpar.training.tracking.tracker import Tracker
+from vitpar.training.tracking import TrackedRun, Tracker
 
 TRACK_FILE = "track.json"
 """File of a run's folder with its identifier for trackers and the trackers that it has used."""
@@ -39,54 +36,68 @@ def scalars(row: Row) -> dict[str, float]:
     return {f"{prefix}/{key}": value for key, value in values.items() if isinstance(value, int | float)}
 
 
-class Tracked(Reporter):
-    """Reporter that passes the rows that are reported to trackers, and everything to `shown`. A context manager.
+class Recorded(Reporter):
+    """Reporter that writes events to the log.txt of `folder`, warnings and the end also to its metrics.jsonl.
 
-    Without trackers it only passes on. At the end of the context trackers get `FLUSH_S` seconds to write what is left.
-    Their problems are warnings.
-
-    recipe: names the trackers.
-    folder: folder of the run, which has begun.
-    done: step after which the run resumes; 0 for a new run.
+    It passes all events on to `shown`, and from `started` on the rows that are reported to the trackers of the recipe.
+    A context manager: at its end trackers get `FLUSH_S` seconds to write what is left. Their problems are warnings.
     """
 
-    def __init__(self, shown: Reporter, recipe: Recipe, folder: RunFolder, done: int = 0) -> None:
-        self._shown, self._recipe, self._folder, self._done = shown, recipe, folder, done
+    def __init__(self, folder: RunFolder, recipe: Recipe, task: Task, shown: Reporter) -> None:
+        self._folder, self._recipe, self._task, self._shown = folder, recipe, task, shown
         self._trackers: list[Tracker] = []
-        self._step = done
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         self._close(failed=error_type is not None)
 
     def started(self, header: RunHeader) -> None:
+        sample = self._task.SAMPLE
+        self._folder.log(
+            f"start  {header.config.name}, {header.parameters:,} parameters, {header.plan} on {header.device}, "
+            f"{header.train_samples:,} training {sample}s, {header.val_samples:,} validation {sample}s, "
+            f"{header.steps:,} steps of batch size {header.recipe.train.batch_size:,}"
+        )
         self._shown.started(header)
-        track = self._recipe.track
+        self._step, track, folder = self._folder.step, self._recipe.track, self._folder.path.resolve()
         if not track.trackers:
             return
-        run_id, before = _identity(self._folder.path, track.trackers)
+        run_id, before = _identity(folder, track.trackers)
+        facts = {
+            "model": {"name": header.config.name, "parameters": header.parameters},
+            "data": {"train_images": header.train_samples, "val_images": header.val_samples, "steps": header.steps},
+            "plan": plan_to_json(header.plan),
+            "hardware": {**self._folder.environment, "device": header.device, "ranks": header.plan.world_size},
+        }
         for name in track.trackers:
             run = TrackedRun(
-                folder=str(self._folder.path.resolve()),
+                folder=str(folder),
                 id=run_id,
-                name=track.name or self._folder.path.resolve().name,
+                name=track.name or folder.name,
                 project=track.project,
                 online=track.wandb_mode == "online",
-                done=self._done,
+                done=self._folder.step,
                 tracked=self._folder.logged if name in before else 0,
                 resumed=name in before,
                 recipe=self._recipe.model_dump(mode="json"),
-                facts=_facts(header, self._folder.environment),
+                facts=facts,
                 texts=self._folder.texts,
             )
             self._trackers.append(Tracker(name, run))
 
     def stepped(self, row: Row) -> None:
         self._put(row["step"], scalars(row))
+        loss, norm = (float("nan") if row[key] is None else row[key] for key in ("loss", "grad_norm"))
+        scale = f"scale {row['loss_scale']:,.10g}  " if "loss_scale" in row else ""
+        measured = self._task.training_words(row)
+        measured = measured and f"{measured}  "
+        self._folder.log(
+            f"step {row['step']:,}  loss {loss:.4f}  {measured}lr {row['lr']:.3g}  grad norm {norm:.3g}  {scale}"
+            f"{row['images_per_second']:,.1f} {self._task.SAMPLE}s/s  step {row['step_ms']:,.1f} ms  "
+            f"data {row['data_ms']:,.1f} ms"
+        )
         self._shown.stepped(row)
 
     def evaluating(self, images: int, total: int) -> None:
@@ -94,18 +105,25 @@ class Tracked(Reporter):
 
     def evaluated(self, row: Row) -> None:
         self._put(row["step"], scalars(row))
+        self._folder.log(f"eval {row['step']:,}  val {self._task.words(row)}")
         self._shown.evaluated(row)
 
     def note(self, text: str) -> None:
+        self._folder.log(f"warning: {text}")
+        self._folder.event("warning", text=text)
         self._shown.note(text)
 
     def info(self, text: str) -> None:
+        self._folder.log(text)
         self._shown.info(text)
 
     def finished(self, summary: Row) -> None:
         numbers = {f"summary/{key}": value for key, value in summary.items() if isinstance(value, int | float)}
         self._put(self._step, numbers)
         self._close(failed=False)  # before the summary, since warnings come first
+        result = f"val {self._task.words(summary)}" if self._task.best.name in summary else "not evaluated"
+        self._folder.log(f"done  {result}  weights {summary['weights']}")
+        self._folder.event("done")
         self._shown.finished(summary)
 
     def _put(self, step: int, values: Mapping[str, float]) -> None:
@@ -127,17 +145,7 @@ class Tracked(Reporter):
     def _report(self) -> None:
         for tracker in self._trackers:
             if problem := tracker.problem():
-                self._shown.note(problem)
-
-
-def _facts(header: RunHeader, environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Return model, data, plan and hardware of a run as JSON values."""
-    return {
-        "model": {"name": header.config.name, "parameters": header.parameters},
-        "data": {"train_images": header.train_samples, "val_images": header.val_samples, "steps": header.steps},
-        "plan": plan_to_json(header.plan),
-        "hardware": {**environment, "device": header.device, "ranks": header.plan.world_size},
-    }
+                self.note(problem)
 
 
 def _identity(folder: Path, trackers: Sequence[str]) -> tuple[str, list[str]]:

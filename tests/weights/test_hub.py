@@ -14,10 +14,10 @@ from helpers.command_line import refusal, run
 from helpers.foreign_weights import CLASSES, TIMM_CONFIG, timm_state
 from helpers.hub_server import COMMIT, Hub, serving, use
 from helpers.small_data import pack_small
+from vitpar.checkpoint.index import read_class_names
 from vitpar.errors import DataError
 from vitpar.weights.folder import open_weights
 from vitpar.weights.hub import HubName, fetch, hub_name, imported
-from vitpar.weights.images import read_class_names
 
 NAMES = [f"kind {number}" for number in range(CLASSES)]
 CONFIG = json.dumps(TIMM_CONFIG | {"label_names": NAMES}).encode()

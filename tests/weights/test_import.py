@@ -17,11 +17,11 @@ from helpers.command_line import Command
 from helpers.foreign_models import timm_logits
 from helpers.foreign_weights import CLASSES, TIMM_CONFIG, WIDTH, as_transformers, saved, timm_state, transformers_config
 from helpers.imported import IMAGES, logits_of, model_of
+from vitpar.checkpoint.index import read_class_names
 from vitpar.errors import DataError
 from vitpar.models.initial import initial_value
 from vitpar.recipe import read_recipe
 from vitpar.weights.folder import RECIPE, open_weights
-from vitpar.weights.images import read_class_names
 from vitpar.weights.importing import ImportedWeights, import_weights, resampled
 
 

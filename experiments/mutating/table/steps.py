@@ -78,7 +78,7 @@ MUTATIONS = (
     Mutation(
         name="cosine-late",
         breaks="The cosine of the learning rate falls one step late.",
-        file="src/vitpar/recipe/rates/schedule.py",
+        file="src/vitpar/recipe/rates/schedules.py",
         old="min(done - begun, length)",
         new="min(max(0, done - 1 - begun), length)",
         caught_by="pytest tests/training/optim/test_schedules.py::test_shapes_after_a_warmup_equal_timm",

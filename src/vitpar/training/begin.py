@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vitpar.checkpoint.folder import Checkpoint
-from vitpar.checkpoint.index import INDEX
+from vitpar.checkpoint.index import INDEX, read_class_names
 from vitpar.data.stream.stream_set import ImageSet
 from vitpar.errors import CheckpointError, ModelError, RecipeError
 from vitpar.models.config import ModelConfig
@@ -34,7 +34,6 @@ from vitpar.training.optim.average import EMA
 from vitpar.training.saving.resume import weights_folder
 from vitpar.weights.adapters import read_adapters
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
-from vitpar.weights.images import read_class_names
 from vitpar.weights.importing import CLASSIFIERS, POSITIONS, grid_of, resampled, resized
 
 _OF_THE_RUN = (

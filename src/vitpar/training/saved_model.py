@@ -59,9 +59,9 @@ class SavedModel:
 
         None for no names, or no classes. Raises DataError for names that do not fit, and a task without predictions.
         """
+        from vitpar.checkpoint.index import read_class_names
         from vitpar.data.shards.manifest import MANIFEST, read_any_manifest
         from vitpar.weights.folder import RECIPE
-        from vitpar.weights.images import read_class_names
 
         if not (task := self.task()).PREDICTS:
             raise DataError(
@@ -80,9 +80,9 @@ class SavedModel:
 
     def labelled(self, images: ImageSet) -> tuple[ImageSet, str | None]:
         """Return `images` with this model's classes, matched by name, and a warning or None. Raises DataError."""
+        from vitpar.checkpoint.index import read_class_names
         from vitpar.data.classes import match_classes
         from vitpar.data.shards.shard_set import ShardSet
-        from vitpar.weights.images import read_class_names
 
         if not self.task().OUTPUTS_ARE_LABELS:
             return images, None

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from vitpar.checkpoint.index import read_class_names
 from vitpar.data.classes import ClassMatch, match_classes
 from vitpar.data.stream.stream_set import ImageSet
 from vitpar.errors import DataError, RecipeError, StrategyError
@@ -30,7 +31,6 @@ from vitpar.tasks.teacher import Teacher
 from vitpar.text import divisors, shown
 from vitpar.training.saving.resume import weights_folder
 from vitpar.weights.folder import RECIPE, load_weights, open_weights
-from vitpar.weights.images import read_class_names
 
 
 @dataclass(frozen=True)

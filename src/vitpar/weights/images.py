@@ -10,14 +10,13 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
-from vitpar.checkpoint.index import CLASSES, RECIPE, first_line
+from vitpar.checkpoint.index import RECIPE, read_class_names
 from vitpar.data.classes import check_class_names
 from vitpar.data.transforms import PILLOW_KERNELS, CropMode
 from vitpar.errors import DataError
-from vitpar.io import read_json, read_text
+from vitpar.io import read_text
 from vitpar.limits import MAX_MEASURE, MAX_TOML_BYTES
 from vitpar.models.config import field_names
 from vitpar.models.vit.exports import labels
@@ -135,29 +134,6 @@ def _class_names(said: Any) -> tuple[str, ...] | None:
         return None
     check_class_names([*dict.fromkeys(said)])
     return tuple(said)
-
-
-def read_class_names(folder: Path, classes: int | None = None) -> tuple[str, ...] | None:
-    """Return the names of the classes of saved weights or of a checkpoint; None if it has none.
-
-    classes: number of classes of the model; None for any.
-
-    Raises DataError for a file that is not a list of that many names.
-    """
-    path = folder / CLASSES
-    if not path.exists():
-        return None
-    try:
-        names = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"'{path}' cannot be read: {first_line(error)}") from None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"'{path}' is not a list of names: remove it to use numbers")
-    if classes is not None and len(names) != classes:
-        raise DataError(
-            f"'{path}' has {len(names):,} names but the model has {classes:,} classes: remove it to use numbers"
-        )
-    return tuple(names)
 
 
 def image_settings(weights: Weights) -> dict[str, Any]:

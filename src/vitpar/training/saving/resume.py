@@ -6,12 +6,11 @@ from functools import cached_property
 from pathlib import Path
 
 from vitpar.checkpoint.folder import Checkpoint, Checkpoints
-from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE
+from vitpar.checkpoint.index import CONFIG, INDEX, PLAN, RECIPE, read_class_names
 from vitpar.data.stream.stream_set import ImageSet
 from vitpar.errors import CheckpointError, RecipeError
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.tasks import Task
-from vitpar.weights.images import read_class_names
 
 FREE = (
     *(f"train.{key}" for key in ("compile", "attention", "activation_memory_budget", "eval_every", "log_every")),

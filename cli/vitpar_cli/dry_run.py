@@ -67,8 +67,9 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         **{_TITLES[name]: _drawn(course, steps) for name, course in others.items()},
         "memory": f"{memory_words(fullest)} on the fullest rank",
         "time": duration_words(recipe, config, plan, rate.run.steps, run.device_type),
+        "plan": run.reason,
     }
-    for name, words in (rows | {"plan": run.reason}).items():
+    for name, words in rows.items():
         if words:
             say(f"{name:<11}{words}", indent=11)
     local_ranks = world.local_size if world is not None else plan.world_size

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from vitpar.models.lora import LoRA
 from vitpar.recipe import Recipe
+from vitpar.recipe.rates.shapes import Constant, MultiStep, RSqrt, Step
 from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.strategy.precisions import PRECISION_TYPES
 from vitpar.text import count
@@ -72,8 +73,7 @@ def lr_words(recipe: Recipe, samples: int) -> str:
     rate = recipe.learning_rate(samples)
     steps, least = rate.warmup_steps, recipe.lr_schedule.min_lr
     warmup = f"after {count(steps, 'step')} of warm-up" if steps else "from the first step"
-    falls = recipe.lr_schedule.shape.strip().startswith(("linear", "cosine", "polynomial", "wsd"))
-    end = f" to {least:g}" if least or falls else ""
+    end = "" if isinstance(rate.shape, Constant | Step | MultiStep | RSqrt) and not least else f" to {least:g}"
     return f"{rate.peak:g} {warmup}, {recipe.lr_schedule.shape}{end}"
 
 

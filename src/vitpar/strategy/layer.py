@@ -7,8 +7,7 @@ or in combination with the others. `vitpar.strategy.validate` checks a strategy 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Literal
 
 from vitpar.errors import StrategyError
@@ -88,18 +87,6 @@ class Strategy:
                 f"+zero{self.zero} clashes with fsdp in '{self}': leave out +zero{self.zero}, fsdp shards more already"
             )
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
-    def __hash__(self) -> int:
-        """Return the hash of the fields, computed once: a search looks strategies up millions of times."""
-        return self._hash
-
-    def __reduce__(self) -> tuple[type[Strategy], tuple[object, ...]]:
-        """Pickle the fields alone: hashes of strings differ between processes."""
-        return Strategy, tuple(getattr(self, field.name) for field in fields(self))
-
     def _check_axes(self) -> None:
         """Raise StrategyError for pp, a degree of 1, or a repeated role."""
         roles = [axis.role for axis in self.axes]
@@ -165,7 +152,7 @@ class Strategy:
         """Tensor-parallel mode of ``vitpar.models.roles``, with +sp as one of its own."""
         return "sp" if self.sequence_parallel else self.tensor_mode
 
-    @cached_property
+    @property
     def tensor_shape(self) -> tuple[tuple[str, int], ...]:
         """Mesh axes of the tp ranks with their sizes, outermost first: 1d (j), 2d (i, j), 2.5d (d, i, j), 3d (i, j, k).
 

@@ -53,7 +53,7 @@ class Machine:
     computing: float = 1.0
     """Computing time relative to the profiled time, while only the rank's own stage computes."""
     sending: float = 1.0
-    """Waiting time for communication relative to the profiled time, meanwhile."""
+    """Waiting time for communication relative to the profiled time, while only the rank's own stage computes."""
     lanes: float = float("inf")
     """Number of places on the pp axis that can compute at this speed at a time."""
     overhead: float = 0.0
@@ -164,6 +164,11 @@ def _unpipelined(a: Loads, m: int, overlap: tuple[float, float]) -> list[Array]:
     return [*sums, besides + a.edge + before + np.maximum(0.0, late - a.edge)]
 
 
+def _actions_counted(m: int) -> Array:
+    """Return of how many micro-batches each row of `TIMES` counts the actions of a stage in a pipeline."""
+    return np.array([m, m, m - 1, m - 1, 0.0])[:, None]
+
+
 def totals(
     outline: PlanOutline, choices: Choices, machine: Machine, stages: Array | None = None
 ) -> tuple[Array, Array]:
@@ -197,7 +202,7 @@ def totals(
     queue = queueing(outline, hops, least.min(0) + 2 * machine.action).max(0)
     passing = loads.work - loads.late * pipeline.splits_backward + loads.once / pp
     early = (loads.sent_early - loads.forward) * (pipeline.virtual_stages == 1)
-    each_action = actions / pp * np.array([m, m, m - 1, m - 1, 0])[:, None]
+    each_action = actions / pp * _actions_counted(m)
     bounds = [
         *zip(means[1:], each_action[1:] + nothing, strict=True),
         (passing, actions + sent + queue),
@@ -232,7 +237,7 @@ def uniform_bounds(outline: PlanOutline, choices: Choices, sections: Sections, m
     if pp > 1:
         ranks = np.array([stages[numbers].sum(0) for numbers in places])
         times = np.tensordot(ranks, layer_sums(outline, loads, machine, 0).layers[TIMES], (1, 1))
-        times += machine.norm + 2 * machine.action * len(places[0]) * np.array([m, m, m - 1, m - 1, 0])[:, None]
+        times += machine.norm + 2 * machine.action * len(places[0]) * _actions_counted(m)
         # A rank starts after the stages in front of its first one. The last micro-batch has to go back through these;
         # with split backward the rank computes gradients of weights meanwhile.
         hops = seconds_by_share(choices.token_share, machine.hops)[0][: pp - 1]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vitpar.launch import World, find_world
-from vitpar.launch.resources import choose_device
+from vitpar.launch.resources import choose_device, cpu_cores
 from vitpar.launch.store import meeting_place
 from vitpar.launch.world import Device
 from vitpar.models import ModelConfig
@@ -131,7 +131,8 @@ def _model(
     from vitpar.planner.measure.model import profile_model
 
     where = torch.device(device_type)
-    clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world)), seconds)
+    shared = device_type == "cpu" and world.size * torch.get_num_threads() > cpu_cores()
+    clock = Clock(where, Neighbours(world.rank, world.size, meeting_place(world), shared), seconds)
     train = recipe.train
     compiled = device_type == "cuda" and compiler_fault(where) is None if train.compile is None else train.compile
     execution = Execution(

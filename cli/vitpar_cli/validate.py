@@ -10,7 +10,6 @@ import typer
 from rich.console import Console
 
 from vitpar.errors import PlannerError
-from vitpar.io import read_json
 from vitpar.launch import World
 from vitpar.launch.resources import choose_device
 from vitpar.launch.world import Device
@@ -53,9 +52,6 @@ def validate(
     seconds: float = typer.Option(2.0, "--seconds", min=0.01, help="Approximate seconds per run of a plan."),
     device: o.DeviceName = None,
     out: Path | None = typer.Option(None, "--out", metavar="FILE", help="Write all rows as JSON, after each run."),
-    resume: bool = typer.Option(
-        False, "--resume", help="Continue a stopped validation: keep the runs in the file of --out."
-    ),
     correct: Path | None = typer.Option(
         None, "--correct", metavar="FOLDER", help="Write both profiles to FOLDER, corrected by the measurements."
     ),
@@ -65,10 +61,8 @@ def validate(
 
     The plans need as many ranks as the hardware was profiled with. Each plan runs in separate processes on random
     images. All plans run twice, and those whose two runs disagree run a third time. At the end the plan predicted to be
-    the fastest alternates with the fastest of the others. The output shows which share of the cores other programs
-    used; above 10 %, the figures are not reliable.
-
-    A validation that was stopped continues with --resume and the same plans and profiles.
+    the fastest alternates with the fastest of the others. Other programs should not use the machine meanwhile: the
+    difference between the runs of a plan shows how reliable the figures are.
 
     Example: vitpar validate dp4 fsdp4 pp2xdp2 plan.json
     """
@@ -77,8 +71,6 @@ def validate(
     files = any(text.endswith(".json") for text in plans or ())
     if microbatches is not None and (files or not plans):
         raise PlannerError("--microbatches is given, but these plans have their own: give it only with strategies")
-    if resume and out is None:
-        raise PlannerError("--resume requires --out: name the file with the rows of the stopped validation")
     corrected = None if correct is None else _corrected_files(correct, machine.hardware, machine.model_profile)
     refuse_unwritable(out, *(corrected or ()))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forked processes could not use GPUs
@@ -96,11 +88,10 @@ def validate(
             f"no example plan fits a batch of {images} on {count(ranks, 'rank')}: give plans, or another --batch-size"
         )
     prices = [price(plan, costs, images, moments(merged, costs.whole)) for plan in chosen]
-    earlier = _rows_of(out, costs) if resume and out is not None else None
     resolve(chosen[0], device_type)  # refuses more ranks than the launcher or the GPUs provide
     run_ranks(
         *(ranks, _validate),
-        *(device_type, seconds, merged, costs, prices, earlier, out, corrected, as_json),
+        *(device_type, seconds, merged, costs, prices, out, corrected, as_json),
     )
 
 
@@ -111,42 +102,32 @@ def _validate(
     recipe: Recipe,
     costs: LayerCosts,
     prices: list[Price],
-    earlier: list[dict] | None,
     out: Path | None,
     corrected: tuple[Path, Path] | None,
     as_json: bool,
 ) -> int:
     """Run plans with a rank of `world` and compare them with their prices, and return the exit code.
 
-    earlier: rows of a stopped validation; None if there is none.
     corrected: files for the corrected profiles; None for none.
     """
-    from vitpar.planner.measure.clock import load_share
-    from vitpar.planner.measure.steps import Measured, PlanRunner, Training
-    from vitpar.planner.report.accuracy import accuracy, correction, measured_before, measured_row
+    from vitpar.planner.measure.steps import PlanRunner, Training
+    from vitpar.planner.report.accuracy import accuracy, correction, measured_row
 
     profile, plans = costs.model, [one.plan for one in prices]
     runner = PlanRunner(world, device_type, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
     training = Training(recipe.updated(train=profiled), costs.whole)
-    load, progress = load_share(), ProgressLines()  # load is read before our own processes run
+    progress, rows = ProgressLines(), list[dict[str, Any]]()
     favourite = min(range(len(prices)), key=lambda index: prices[index].seconds)
     about = {**origin_to_json(origin(), costs), "batch_size": prices[0].batch_size}
     about["uncertainty"] = uncertainty(prices[favourite], costs)
-    known = measured_before(prices, runner.agree(earlier)) if earlier is not None else []
-
-    def row(index: int, measured: Measured) -> dict[str, Any]:
-        return measured_row(prices[index], measured, profile.pace, prices[index].mfu(costs))
-
-    rows = [row(*pair) for pair in enumerate(known)]
 
     def found() -> dict[str, Any]:
-        return about | accuracy(rows, profile.pace, load) | {"rows": rows}
+        return about | accuracy(rows) | {"rows": rows}
 
-    begun = sum(len(one.runs) for one in known)
-    for run, (index, measured) in enumerate(runner.measure(training, plans, favourite, known), start=begun + 1):
+    for run, (index, measured) in enumerate(runner.measure(training, plans, favourite), start=1):
         # Appends in the first run of a plan, replaces in later ones.
-        rows[index : index + 1] = [row(index, measured)]
+        rows[index : index + 1] = [measured_row(prices[index], measured, prices[index].mfu(costs))]
         if world.rank == 0:
             if out is not None:
                 write(out, json.dumps(found(), indent=1) + "\n")
@@ -159,25 +140,6 @@ def _validate(
             complain(f"corrected profiles written to {corrected[0].parent}: {factors}")
         print(json.dumps(found())) if as_json else _show(found())
     return 0
-
-
-def _rows_of(out: Path, costs: LayerCosts) -> list[dict]:
-    """Return the rows of a validation in progress; none if there is no file yet.
-
-    Raises PlannerError if it cannot be read, or is of other profiles.
-    """
-    try:
-        content = read_json(out)
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise PlannerError(f"cannot resume from {out}: {shown(str(error))}: leave out --resume") from None
-    wanted = origin_to_json(origin(), costs)
-    same = ("model", "precision", "compiled", "hardware", "device", "notes")
-    if not isinstance(content, dict) or any(content.get(key) != wanted[key] for key in same):
-        raise PlannerError(f"cannot resume from {out}: it is of another model or other profiles: leave out --resume")
-    rows = content.get("rows")
-    return rows if isinstance(rows, list) else []
 
 
 def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) -> tuple[Path, Path]:
@@ -213,7 +175,7 @@ COLUMNS = ("predicted", "measured", "error", "predicted", "measured", "error")
 
 def _show(found: dict[str, Any]) -> None:
     """Print a validation."""
-    from vitpar.planner.report.accuracy import BUSY, fullest, memory_error, time_error
+    from vitpar.planner.report.accuracy import fullest, memory_error, time_error
 
     def off(name: str) -> str:
         return "{mean:.1%} off on average, {largest:.1%} at most".format_map(found[name])
@@ -238,25 +200,10 @@ def _show(found: dict[str, Any]) -> None:
         f"rank correlation {found['rank_correlation']:.3f}; the plan predicted to be fastest is "
         f"{found['chosen_slower_than_best']:.1%} slower than the fastest measured plan"
     )
-    if found["slowdown"] != 1:
-        text["pace"] = (
-            f"the same work took {found['slowdown']:.0%} of the core time that it took when it was profiled; measured "
-            "times are divided by this ratio, step by step; without it, predictions are "
-            + off("clocked_time_error").replace(" on average", "")
-        )
     if repeat := found["repeat"]:
         text["repeat"] = (
             f"repeated measurements of a plan differ by {repeat['mean']:.1%} on average, {repeat['largest']:.1%} at "
             "most: predictions cannot be checked more closely"
-        )
-    share, seen = found["others_share"], any(run["others"] is not None for row in rows for run in row["runs"])
-    if seen:
-        verdict = ": figures are not reliable" if share >= BUSY else ""
-        text["others"] = f"other programs used {share:.0%} of the cores while plans were measured{verdict}"
-    elif share is not None and share >= BUSY:
-        text["others"] = (
-            f"programs used {share:.0%} of the cores in the minute before plans were measured (load average): figures "
-            "are not reliable if they kept running"
         )
     console.print()
     print_rows(console, list(text.items()))

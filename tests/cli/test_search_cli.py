@@ -16,7 +16,6 @@ from vitpar import __version__
 from vitpar.errors import DataError, PlannerError, UserError
 from vitpar.planner.cost.price import price
 from vitpar.planner.measure.steps import Measured
-from vitpar.planner.measure.steps import PlanSteps as Steps
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model
 from vitpar.planner.report.accuracy import accuracy, measured_row, spearman
@@ -197,28 +196,16 @@ def test_progress_without_a_terminal_prints_occasional_lines(capsys: pytest.Capt
     assert capsys.readouterr().err == "later\n"
 
 
-@pytest.mark.parametrize(
-    ("others", "load", "sentence"),
-    [
-        (0.37, 0.0, "other programs used 37% of the cores while plans were measured: figures are not reliable"),
-        (0.02, 0.9, "other programs used 2% of the cores while plans were measured\n"),
-        (None, 0.9, "programs used 90% of the cores in the minute before plans were measured (load average)"),
-        (None, 0.05, None),
-    ],
-)
-def test_load_by_other_programs_is_reported(
-    capsys: pytest.CaptureFixture[str], others: float | None, load: float, sentence: str | None
-) -> None:
+def test_validation_names_what_it_measured(capsys: pytest.CaptureFixture[str]) -> None:
     costs = costs_of()
     predicted = price(validated(parse("dp8"), costs.config, 64), costs, 64)
-    measured = Measured((Steps((1.0,), (), others), Steps((1.1,), (), others)), (None,) * 8)
-    rows = [measured_row(predicted, measured, 0.0)]
-    found = accuracy(rows, load=load)
-    assert found["others_share"] == (load if others is None else others)
+    measured = Measured(((1.0,), (1.1,)), (None,) * 8)
+    rows = [measured_row(predicted, measured)]
+    found = accuracy(rows)
     show_accuracy(origin_to_json(origin(), costs) | found | {"uncertainty": None, "rows": rows})
     words = capsys.readouterr().out
     assert "in bf16 on 8 ranks" in words and "batch 64" in words and f"vitpar {__version__}:" in words
-    assert sentence in words if sentence else "cores" not in words
+    assert "repeated measurements of a plan differ by 10.0% on average" in words
 
 
 INVALID = [
@@ -258,9 +245,8 @@ def test_invalid_options_are_refused(
 
 def test_accuracy_uses_absolute_errors() -> None:
     def row(predicted: float, measured: float, memory: int, peaks: list[int | None]) -> dict[str, Any]:
-        known = {"predicted_seconds": predicted, "measured_seconds": measured, "clocked_seconds": measured}
-        runs = [{"seconds": (measured,), "paces": (), "others": None}]
-        return known | {"runs": runs, "predicted_memory_bytes": memory, "measured_memory_bytes": peaks}
+        known = {"predicted_seconds": predicted, "measured_seconds": measured}
+        return known | {"runs": [[measured]], "predicted_memory_bytes": memory, "measured_memory_bytes": peaks}
 
     found = accuracy([row(1.1, 1.0, 100, [90, 100]), row(1.8, 2.0, 90, [100, None])])
     assert found["time_error"] == pytest.approx({"mean": 0.1, "largest": 0.1})

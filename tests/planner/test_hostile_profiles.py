@@ -35,7 +35,7 @@ HARDWARE = json.loads(find_cluster("2xH100").hardware().model_dump_json(by_alias
         ({"ranks": 10**9}, "ranks: Input should be less than or equal to 65536"),
         ({"ranks": 0}, "ranks: Input should be greater than or equal to 1"),
         ({"speed": 1}, "unknown key 'speed'"),
-        ({"format": "vitpar hardware 9"}, "format: Input should be 'vitpar hardware 1'"),
+        ({"format": "vitpar hardware 9"}, "format: Input should be 'vitpar hardware 2'"),
         ({"links": [{"operation": "all_reduce"}]}, "links.0.timings: "),
         ({"pipeline": float("nan")}, "pipeline: Input should be a finite number"),
         ({"overlap": {"compute": 1e300, "communication": 1}}, "overlap.compute: Input should be less than"),

@@ -6,17 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from helpers.command_line import run
 from helpers.paths import EXPERIMENTS
-from helpers.ranks import RankPool
 from vitpar.errors import StrategyError
-from vitpar.models import model_config
-from vitpar.planner.measure.clock import STAT
-from vitpar.planner.measure.steps import Training, _steps, run_in_subprocess
-from vitpar.recipe import Recipe
-from vitpar.strategy import parse, validate
+from vitpar.planner.measure.steps import run_in_subprocess
 
 RECIPE = """
 [model]
@@ -58,21 +52,6 @@ def vitpar(tmp_path: Path) -> Command:
     return printed
 
 
-def others_beside(device: torch.device) -> float | None:
-    """Return the share of the cores that other programs use while a tiny model trains; runs on every rank."""
-    config = model_config("vit_custom", embed_dim=16, depth=2, num_heads=2, patch_size=8, image_size=16, num_classes=2)
-    train = {"batch_size": 8, "compile": False, "precision": "fp32"}
-    recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": train})
-    plan = validate(parse("dp2"), config, 8)
-    return _steps(Training(recipe, config), plan, device, seconds=0.5).others
-
-
-@pytest.mark.skipif(not STAT.exists(), reason="the system does not count what cores do")
-def test_measured_steps_record_the_load_of_other_programs(ranks: Callable[[int], RankPool]) -> None:
-    first, second = ranks(2).run(others_beside)
-    assert first == second and first is not None and 0 <= first <= 1
-
-
 @pytest.mark.slow
 def test_profile_validate_and_search_work_in_sequence(tmp_path: Path, vitpar: Command) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
@@ -83,11 +62,8 @@ def test_profile_validate_and_search_work_in_sequence(tmp_path: Path, vitpar: Co
     found = json.loads(vitpar(*validation, "--out", "rows.json"))
     assert len(found["rows"]) == 2 and found["repeat"]["mean"] >= 0
     assert found == json.loads((tmp_path / "rows.json").read_text())
-    resumed = json.loads(vitpar(*validation, "--out", "rows.json", "--resume"))["rows"]
-    for row, more in zip(found["rows"], resumed, strict=True):
-        assert more["runs"][: len(row["runs"])] == row["runs"]
     for row in found["rows"]:
-        assert len(row["runs"]) >= 2 and all(len(run["seconds"]) == len(run["paces"]) >= 3 for run in row["runs"])
+        assert len(row["runs"]) >= 2 and all(len(run) >= 3 for run in row["runs"])
         assert row["measured_seconds"] > 0 and len(row["measured_memory_bytes"]) == 2
     vitpar("validate", "dp2", *recipe, "--seconds", "0.1", "--device", "cpu", "--correct", "better")
     files = ("--hardware", "better/hardware.json", "--model-profile", "better/model.json")

@@ -251,45 +251,6 @@ def test_products_hide_sums_of_tensor_parallelism_in_backward(factor: float) -> 
     assert apart.time["tensor"] == pytest.approx(2 * (4 * 4 * sent + head))
 
 
-def test_layer_takes_until_the_last_process_on_shared_cores_is_done() -> None:
-    readings = tuple(
-        Timing(size=size, seconds=seconds, skew=skew, spread=0, samples=1)
-        for size, seconds, skew in ((1, 0.002, 0.001), (2, 0.005, 0.002), (4, 0.02, 0.004), (16, 0.1, 0.02))
-    )
-    measured = model(cores=2, device="cpu")
-    block = measured.layers[0].model_copy(update={"layer": "block", "forward": Curve(timings=readings)})
-    gather = readings[2]
-    measured = measured.model_copy(
-        update={
-            "layers": (block,),
-            "weights": tuple(weights.model_copy(update={"gather": gather}) for weights in measured.weights),
-            "optimizer": Curve(timings=readings),
-        }
-    )
-
-    def with_processes(count: int, **fields: object) -> ModelProfile:
-        return measured.model_copy(update={"processes": count, **fields})
-
-    assert with_processes(2).steady() == with_processes(2)
-    assert with_processes(4, device="cuda").steady() == with_processes(4, device="cuda")
-    steady = with_processes(4).steady()
-    for curve in (steady.layers[0].forward, steady.optimizer):
-        assert [timing.seconds for timing in curve.timings] == pytest.approx([0.003, 0.007, 0.024, 0.12])
-        assert not any(timing.skew for timing in curve.timings)
-    assert all(weights.gather.seconds == 0.024 and not weights.gather.skew for weights in steady.weights)
-    assert steady.steady() == steady
-    costs = LayerCosts(CONFIG, machine(device="cpu"), with_processes(4))
-    assert costs.model == steady
-
-
-def test_collectives_wait_for_the_slowest_rank() -> None:
-    streams = Streams(None)
-    streams.compute(1.0, "forward", skew=0.3)
-    streams.compute(1.0, "forward", skew=0.4)
-    streams.block(1.0, "tensor")
-    assert streams.at == pytest.approx(3.5) and streams.spent["uneven"] == pytest.approx(0.5)
-
-
 def test_groups_follow_the_order_of_the_strategy_string() -> None:
     strategy = parse("dp2xtp4").strategy
     groups = layer_groups(strategy, (-1, 1), 4)

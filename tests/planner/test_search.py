@@ -11,9 +11,8 @@ from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.cluster import Cluster, HostRates, Network, Wire
-from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.estimate import estimate_model, tensors
-from vitpar.planner.profile.profiles import LayerProfile, Overlap
+from vitpar.planner.profile.profiles import Overlap
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.reasons import reasons
 from vitpar.planner.search.space import Space
@@ -43,15 +42,6 @@ def cluster(
     )
 
 
-def late(layer: LayerProfile) -> LayerProfile:
-    """Return the layer with ranks whose times differ by a tenth."""
-    curves = {
-        name: Curve(timings=tuple(t.model_copy(update={"skew": t.seconds / 10}) for t in curve.timings))
-        for name, curve in (("forward", layer.forward), ("backward", layer.backward))
-    }
-    return layer.model_copy(update=curves)
-
-
 def costs_of(drawn: Cluster, depth: int, width: int, cores: int | None = None, processes: int = 1) -> LayerCosts:
     """Return the costs of a drawn cluster.
 
@@ -63,9 +53,7 @@ def costs_of(drawn: Cluster, depth: int, width: int, cores: int | None = None, p
     model = estimate_model(config, "fp32", hardware, tensors(config, hardware.ranks))
     if cores is not None:
         hardware = hardware.model_copy(update={"device": "cpu", "host": None})
-        layers = tuple(late(layer) for layer in model.layers)
-        cpu = {"device": "cpu", "cores": cores, "processes": processes, "layers": layers}
-        model = model.model_copy(update=cpu)
+        model = model.model_copy(update={"device": "cpu", "cores": cores, "processes": processes})
     return LayerCosts(config, hardware, model)
 
 

@@ -175,7 +175,7 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
             work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return group.agree([(time.perf_counter() - begun) / times])[0][0]
+        return group.agree([(time.perf_counter() - begun) / times])[0]
 
     read(1)
     times = math.ceil(LONG / read(1))

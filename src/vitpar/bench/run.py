@@ -259,7 +259,7 @@ class StepRunner:
 
     def most(self, value: float) -> float:
         """Return the largest value over all ranks."""
-        return self._group.agree([value])[0][0]
+        return self._group.agree([value])[0]
 
     @contextmanager
     def open(self, feed: Feed) -> Iterator[Take]:

@@ -11,7 +11,7 @@ from vitpar.planner.cost.elements import layer_elements
 from vitpar.planner.cost.links import Groups, Links, layer_groups
 from vitpar.planner.cost.records import LayerParameters, PipelinePosition, PlacedStrategy, PlannedTeacher, Work
 from vitpar.planner.profile.activations import frozen_share, passing_elements
-from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped, at_pace
+from vitpar.planner.profile.profiles import Hardware, LayerKind, LayerProfile, ModelProfile, always_wrapped
 from vitpar.strategy import Strategy
 from vitpar.strategy.execution import REDUCE_DTYPES, Rules
 from vitpar.strategy.precisions import PRECISION_TYPES
@@ -35,14 +35,12 @@ class LayerCosts:
         frozen: frozenset[str] = frozenset(),
         teacher: PlannedTeacher | None = None,
     ) -> None:
-        # The speed of CPU cores drifts between measurements: scale the hardware to the speed of the model's profile.
-        hardware = at_pace(hardware, model.pace)
         overlap = hardware.overlap and hardware.overlap.at_most_in_turn()
         self.whole, self.frozen, self.hardware = config, frozen, hardware.model_copy(update={"overlap": overlap})
         self.config, self.teacher = with_frozen(config, frozen), teacher
         # Kinds in profiles of kinds of layers, which may be frozen.
         self._profiled = {kind: config.layers[layer.name].kind for kind, layer in self.config.kinds.items()}
-        self.model = model = model.steady()
+        self.model = model
         self.links = Links(self.hardware)
         self.precision = PRECISION_TYPES[model.precision]
         self._layers: dict[tuple[str, str, str, bool], LayerProfile] = {
@@ -117,7 +115,6 @@ class LayerCosts:
             forward=profile.forward.seconds(here),
             backward=seconds,
             weight_grad_time=weights,
-            skew=(profile.forward.skew(here), profile.backward.skew(here) if layer.backward != "nothing" else 0.0),
             forward_sent=self._sent(forward, position.groups),
             backward_sent=self._sent(backward, position.groups) - beside,
             # On a CPU, nothing else is sent while a rank waits.

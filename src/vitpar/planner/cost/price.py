@@ -220,7 +220,6 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
             # If links are slower than computing, the backlog grows with every micro-batch.
             for (lane, across), seconds in list(late.items()) * repeats:
                 streams.send(seconds - queued.get((lane, across), 0.0), lane, across)
-    streams.meet()
     streams.wait(None, "gradients")
     return [streams.at + skipped], [streams.spent], []
 
@@ -250,7 +249,6 @@ def _pipelined(plan: Plan, stages: list[StageCost], microbatches: int, rows: int
         if computation == "I":
             streams.at -= late * alone
             streams.spent["backward"] -= late * alone
-        streams.meet()
         streams.block(overhead, "other")
         spent = {what: s if what in COMPUTED else s * sending for what, s in streams.spent.items()}
         spent["other"] += hardware.pipeline * sending
@@ -372,7 +370,7 @@ def crowded(at_once: float, pipeline_degree: int) -> float:
     return min(1.0, at_once / pipeline_degree)
 
 
-COMPUTED = ("forward", "backward", "other", "uneven")
+COMPUTED = ("forward", "backward", "other")
 """Parts of a step's time that were measured with a core for each rank."""
 
 

@@ -24,8 +24,6 @@ class Work:
     """Seconds of computing in backward, recomputed activations included."""
     weight_grad_time: float
     """Seconds of `backward` spent on gradients of weights, which a zero-bubble schedule may run later."""
-    skew: tuple[float, float]
-    """Seconds by which the slowest rank exceeds the average rank, in (forward, backward)."""
     forward_sent: float
     """Seconds of tensor-parallel communication in forward; the rank waits for it."""
     backward_sent: float

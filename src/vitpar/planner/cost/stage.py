@@ -68,19 +68,16 @@ class Streams:
         self._compute = overlap.compute if overlap else 1.0
         self._communication = overlap.communication if overlap else 1.0
         self._queues: dict[str, deque[Transfer]] = {lane: deque() for lane in LANES}
-        self._variance = 0.0
         self.at = 0.0
         self.crossing = 0.0
         self.spent: defaultdict[str, float] = defaultdict(float)
 
-    def compute(self, seconds: float, what: str, skew: float = 0.0) -> None:
+    def compute(self, seconds: float, what: str) -> None:
         """Compute, while background transfers progress.
 
         seconds: duration without transfers, on a core that is not shared.
         what: purpose to book the time under.
-        skew: seconds by which the slowest rank takes longer; paid at the next `meet`.
         """
-        self._variance += (skew * self._share) ** 2
         begun, seconds = self.at, seconds * self._share
         while seconds > 0 and (heads := self._heads()):
             rates = self._rates(heads, 1 / self._communication)
@@ -110,24 +107,12 @@ class Streams:
             self._advance(self._first(heads, rates), heads, rates)
         self.spent[what] += self.at - begun
 
-    def meet(self) -> None:
-        """Wait for the slowest rank, by the skews since the last meeting."""
-        # A different rank is slow in each layer: delays are independent, so their variances add up, not the delays.
-        late = self._variance**0.5
-        self._variance = 0.0
-        self.at += late
-        self.spent["uneven"] += late
-
     def block(self, seconds: float, what: str, across: bool | None = None) -> None:
         """Wait `seconds` without computing, as for a collective whose result is needed at once.
-
-        Ranks meet first, unless `seconds` is 0.
 
         across: whether the wire to other nodes is used, which background transfers share. They make no progress at all
             if it is None.
         """
-        if seconds > 0:
-            self.meet()
         begun = self.at
         while across is not None and seconds > 0 and (heads := self._heads()):
             rates = self._rates(heads, across=across)
@@ -216,9 +201,9 @@ class StageCost:
         for number, layer in enumerate(self.layers):
             streams.block(layer.moved[0], "redistribution")
             self._gather(streams, jobs, gathers, number, +1)
-            skew, wire = layer.work.skew[0], self._wire(layer)
+            wire = self._wire(layer)
             for share in self._parts(layer):
-                streams.compute(share * layer.work.forward, "forward", skew * share**0.5)
+                streams.compute(share * layer.work.forward, "forward")
                 streams.block(share * layer.work.forward_sent, "tensor", wire)
         streams.block(self.after[0], "redistribution")
 
@@ -236,9 +221,9 @@ class StageCost:
             if layer.execution.backward == "nothing":
                 continue
             self._gather(streams, jobs, gathers, number, -1)
-            skew, wire = layer.work.skew[1], self._wire(layer)
+            wire = self._wire(layer)
             for share in self._parts(layer):
-                streams.compute(share * (layer.work.backward - layer.work.beside), "backward", skew * share**0.5)
+                streams.compute(share * (layer.work.backward - layer.work.beside), "backward")
                 streams.block(share * layer.work.beside, "backward", wire)
                 streams.block(share * layer.work.backward_sent, "tensor", wire)
             self._reduce(streams, layer, last)

@@ -37,7 +37,7 @@ from vitpar.planner.measure.sending import message, most_nodes, overlap, own_gro
 from vitpar.planner.measure.steps import Training
 from vitpar.planner.profile.cluster import group_shapes, operations
 from vitpar.planner.profile.curves import Curve, Timing
-from vitpar.planner.profile.profiles import Hardware, Host, Link, Matmul, at_pace
+from vitpar.planner.profile.profiles import Hardware, Host, Link, Matmul
 from vitpar.recipe import Recipe
 from vitpar.recipe.machine import replace_auto_precision
 from vitpar.strategy import parse, validate
@@ -126,7 +126,7 @@ def profile_hardware(
     if world > 1:
         progress(next(done), total, "overlap")
         slowdown = overlap(clock, effort.sides[-1] // 2, effort.messages[-1])
-    profile = Hardware(
+    return Hardware(
         name=name,
         device=device.type,
         device_name=device_name(device),
@@ -142,10 +142,8 @@ def profile_hardware(
         host=_host(clock, effort) if device.type == "cuda" else None,
         pipeline=pipeline_action(clock) if world % 2 == 0 else 0.0,
         reserved_bytes=reserved,
-        pace=clock.pace,
         measured=date_and_versions(),
     )
-    return at_pace(profile, clock.usual)
 
 
 def _host(clock: Clock, effort: MeasureEffort) -> Host:

@@ -36,7 +36,6 @@ from vitpar.planner.profile.profiles import (
     ModelProfile,
     WeightProfile,
     always_wrapped,
-    at_pace,
 )
 from vitpar.recipe.sections.training import OptimizerSection
 from vitpar.sharded import local
@@ -104,7 +103,7 @@ def profile_model(
                     weights.append(_weights(bench, clock, tensor))
     progress(len(measured), len(measured) + 1, "optimizer")
     optimizer = Curve(timings=tuple(_optimizer(config, execution, blocks, clock) for blocks in (1, 3)))
-    profile = ModelProfile(
+    return ModelProfile(
         model=config_to_json(config),
         device=device.type,
         device_name=device_name(device),
@@ -118,10 +117,8 @@ def profile_model(
         weights=tuple(weights),
         optimizer=optimizer,
         microbatch=_microbatch(config, execution, clock),
-        pace=clock.pace,
         measured={**date_and_versions(), "attention": chosen.backend or "torch's choice"},
     )
-    return at_pace(profile, clock.usual)
 
 
 def strategies(config: ModelConfig, ranks: int, compiled: bool) -> Iterator[tuple[str, str, bool]]:

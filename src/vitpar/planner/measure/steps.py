@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import platform
 import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from multiprocessing.connection import Connection
-from operator import sub
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,9 +20,9 @@ from vitpar.launch.report import watch_parent
 from vitpar.launch.resources import freed_memory_given_back
 from vitpar.launch.store import meeting_place
 from vitpar.launch.world import World
-from vitpar.launch.world_group import Json, all_gather_json, barrier, broadcast_json
+from vitpar.launch.world_group import all_gather_json, barrier
 from vitpar.models.config import ModelConfig
-from vitpar.planner.measure.clock import ClockedRanks, CpuSpeedProbe, core_use, others_share
+from vitpar.planner.measure.clock import ClockedRanks
 from vitpar.planner.measure.device import Peak
 from vitpar.recipe import Recipe
 from vitpar.strategy import Plan, parse, validate
@@ -35,7 +32,6 @@ from vitpar.training.build import build
 
 T = TypeVar("T")
 
-PACES = 4  # runs of the speed probe between two steps
 AGREED = 0.1  # largest relative difference of a plan's two runs that needs no third run
 LEADING, TURNS = 4, 4  # plans that take turns at the end, and runs of each then
 
@@ -72,45 +68,24 @@ class Training:
 
 
 @dataclass(frozen=True)
-class PlanSteps:
-    """Timed steps of one run of a plan, in order."""
-
-    seconds: tuple[float, ...]
-    """Seconds of each step on the slowest rank."""
-    paces: tuple[float, ...] = ()
-    """Mean seconds of `CpuSpeedProbe` around each step; empty on GPUs."""
-    others: float | None = None
-    """Share of the cores, 0 to 1, that other programs used meanwhile; None on GPUs and if unknown."""
-
-    def middle(self, pace: float) -> float:
-        """Return the median seconds of a step, scaled to cores whose `CpuSpeedProbe` takes `pace` seconds.
-
-        Not scaled if `pace` is 0 or the run has no paces.
-        """
-        if not (pace and self.paces):
-            return statistics.median(self.seconds)
-        return statistics.median(s * pace / one_pace for s, one_pace in zip(self.seconds, self.paces, strict=True))
-
-
-@dataclass(frozen=True)
 class Measured:
     """Measurements of one plan."""
 
-    runs: tuple[PlanSteps, ...]
-    """One or more runs, minutes apart."""
+    runs: tuple[tuple[float, ...], ...]
+    """Seconds of each step on the slowest rank, of one or more runs, minutes apart."""
     memory: tuple[int | None, ...]
     """Peak bytes of each rank; None where the system reports no peak."""
 
     @property
     def apart(self) -> float:
-        """Return the relative difference between the slowest and the fastest run, at equal speed of the cores."""
-        middles = [run.middle(1.0) for run in self.runs]
+        """Return the relative difference between the slowest and the fastest run."""
+        middles = list(map(statistics.median, self.runs))
         return max(middles) / min(middles) - 1
 
     @property
     def middle(self) -> float:
-        """Return the median over the runs at equal speed of the cores: for comparing plans, no duration on a CPU."""
-        return statistics.median(run.middle(1.0) for run in self.runs)
+        """Return the seconds of a step: the median over the runs of their medians."""
+        return statistics.median(map(statistics.median, self.runs))
 
 
 class PlanRunner:
@@ -124,13 +99,7 @@ class PlanRunner:
         self._world, self._device_type, self._seconds, self._worlds = world, device_type, seconds, 0
         self._store = meeting_place(world)  # served by rank 0; every forked process opens its own connection
 
-    def agree(self, value: Json) -> Any:
-        """Return the value of rank 0. Collective."""
-        return self._run(lambda device: broadcast_json(value))
-
-    def measure(
-        self, training: Training, plans: Sequence[Plan], favourite: int, known: Sequence[Measured] = ()
-    ) -> Iterator[tuple[int, Measured]]:
+    def measure(self, training: Training, plans: Sequence[Plan], favourite: int) -> Iterator[tuple[int, Measured]]:
         """Measure plans and yield (index of a plan, its measurements until now) after each run.
 
         All plans run once, then all again, so that a slow minute of the machine affects one run of a plan only. Plans
@@ -139,10 +108,9 @@ class PlanRunner:
 
         plans: validated plans of as many ranks as the world.
         favourite: index of the plan to compare with the fastest others.
-        known: measurements of the first plans that an earlier call made; their runs are not repeated.
         """
-        done = list(known)
-        for index, plan in enumerate(plans[len(done) :], start=len(done)):
+        done = list[Measured]()
+        for index, plan in enumerate(plans):
             memory = self.memory(training, plan)
             done.append(Measured((self.run(training, plan),), memory))
             yield index, done[-1]
@@ -152,9 +120,8 @@ class PlanRunner:
             done[index] = replace(done[index], runs=runs)
             return index, done[index]
 
-        yield from map(again, [index for index, measured in enumerate(done) if len(measured.runs) < 2])
-        apart = [index for index, measured in enumerate(done) if measured.apart > AGREED]
-        yield from map(again, [index for index in apart if len(done[index].runs) < 3])
+        yield from map(again, range(len(plans)))
+        yield from map(again, [index for index, measured in enumerate(done) if measured.apart > AGREED])
         order = sorted(range(len(plans)), key=lambda index: done[index].middle)
         leading = [favourite, *(index for index in order if index != favourite)][:LEADING]
         yield from map(again, leading * TURNS if len(leading) > 1 else [])
@@ -163,8 +130,8 @@ class PlanRunner:
         """Return the peak bytes of each rank, None where the system reports none. Collective; equal for all ranks."""
         return self._run(lambda device: _memory(training, plan, device))
 
-    def run(self, training: Training, plan: Plan) -> PlanSteps:
-        """Run a plan and return its timed steps. Collective; equal for all ranks."""
+    def run(self, training: Training, plan: Plan) -> tuple[float, ...]:
+        """Run a plan and return the seconds of its timed steps. Collective; equal for all ranks."""
         return self._run(lambda device: _steps(training, plan, device, self._seconds))
 
     def _run(self, work: Callable[[torch.device], T]) -> T:
@@ -193,32 +160,20 @@ def _memory(training: Training, plan: Plan, device: torch.device) -> tuple[int |
     return tuple(all_gather_json(grown))
 
 
-def _steps(training: Training, plan: Plan, device: torch.device, seconds: float) -> PlanSteps:
+def _steps(training: Training, plan: Plan, device: torch.device, seconds: float) -> tuple[float, ...]:
     """Time steps of a plan for about `seconds`, at least three, after two warm-up steps. Collective."""
     step = training.step(plan, device)
     step()
     step()
-    work, group = CpuSpeedProbe() if device.type == "cpu" else None, ClockedRanks(device)
-
-    def paced() -> float:
-        return statistics.fmean(work.read() for _ in range(PACES)) if work is not None else 0.0
-
-    taken: list[float] = []
-    before, paces = core_use(), [paced()]
+    group, taken = ClockedRanks(device), list[float]()
     while len(taken) < 3 or sum(taken) < seconds:
         barrier()
         begun = time.perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken += group.agree([time.perf_counter() - begun])[0]  # waits for all ranks before the speed probe runs
-        paces.append(paced())
-    if work is None:
-        return PlanSteps(tuple(taken))
-    now = core_use()
-    used = all_gather_json((platform.node(), *map(sub, now, before)) if now and before else None)
-    others = None if None in used else others_share(used)
-    return PlanSteps(tuple(taken), tuple((one + two) / 2 for one, two in pairwise(group.mean(paces))), others)
+        taken += group.agree([time.perf_counter() - begun])
+    return tuple(taken)
 
 
 def run_in_subprocess(work: Callable[[], T]) -> T:

@@ -84,18 +84,12 @@ class Timing(ProfileRecord):
     """Half the interquartile range, relative to the median."""
     samples: Amount
     """Number of readings."""
-    skew: Measure = 0.0
-    """Seconds by which the slowest process exceeds the mean of all processes."""
     scratch: int = Field(default=0, ge=0, le=MAX_AMOUNT)
     """Transient bytes, apart from inputs and outputs."""
 
     def slower(self, factor: float) -> Self:
         """Return a copy with all seconds multiplied by `factor`."""
-        return self.model_copy(update={"seconds": self.seconds * factor, "skew": self.skew * factor})
-
-    def until_last(self) -> Self:
-        """Return a copy whose seconds are those of the slowest process, without skew."""
-        return self.model_copy(update={"seconds": self.seconds + self.skew, "skew": 0.0})
+        return self.model_copy(update={"seconds": self.seconds * factor})
 
 
 def each(part: Part, change: Callable[[Timing], Timing]) -> Part:
@@ -152,14 +146,6 @@ class Curve(ProfileRecord):
         if len(sizes) > 1:
             slope = max(slope / 2, (rising[-1] - rising[-2]) / (sizes[-1] - sizes[-2]))
         return rising[-1] + slope * (size - sizes[-1])
-
-    def skew(self, size: float) -> float:
-        """Return the seconds by which the slowest process exceeds the mean at `size`.
-
-        The share of the time is that of the nearest measured size.
-        """
-        nearest = self.nearest(size)
-        return nearest.skew / nearest.seconds * self.seconds(size)
 
     def scratch(self, size: float) -> float:
         """Return the transient bytes at `size`, in proportion to those of the nearest measured size."""

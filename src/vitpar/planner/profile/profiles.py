@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
@@ -131,7 +131,7 @@ class Hardware(Profile):
 
     subject = "hardware"
 
-    format: Literal["vitpar hardware 1"] = "vitpar hardware 1"
+    format: Literal["vitpar hardware 2"] = "vitpar hardware 2"
     """Format and version of the file."""
     name: str
     """Name of the machine."""
@@ -167,8 +167,6 @@ class Hardware(Profile):
     """Seconds of a pipeline action that computes nothing, including its small message; 0 if not measured."""
     reserved_bytes: int = Field(default=0, ge=0, le=MAX_AMOUNT)
     """Bytes of a device's memory that no plan can use."""
-    pace: Measure = 0.0
-    """Seconds of ``measure.clock.CpuSpeedProbe`` to which all times are scaled; 0 if unknown, as on GPUs."""
     peaks: dict[str, Rate] = Field(default_factory=dict)
     """Dense FLOPs per second of a device by dtype, from its data sheet; empty if unknown."""
     measured: dict[str, str] = Field(default_factory=dict)
@@ -251,7 +249,7 @@ class ModelProfile(Profile):
 
     subject = "model"
 
-    format: Literal["vitpar model 1"] = "vitpar model 1"
+    format: Literal["vitpar model 2"] = "vitpar model 2"
     """Format and version of the file."""
     model: dict[str, Any]
     """Fields of the model's ModelConfig."""
@@ -279,8 +277,6 @@ class ModelProfile(Profile):
     """Seconds of an optimizer step with the global norm and 16-bit copies; sizes are elements."""
     microbatch: Measure
     """Seconds that a micro-batch takes in addition to its layers."""
-    pace: Measure = 0.0
-    """Speed of the CPU cores, as in `Hardware`."""
     measured: dict[str, str] = Field(default_factory=dict)
     """Date, versions and sources of the figures."""
 
@@ -316,30 +312,6 @@ class ModelProfile(Profile):
                 "microbatch": self.microbatch * computing,
             }
         )
-
-    def steady(self) -> Self:
-        """Return a copy with the times of ranks that compute without a pause; the profile itself on cores of their own.
-
-        Where processes share cores, each reading begins for all at once, and the mean over them is too short: a process
-        that the system's scheduler serves first is done before the core has done the work of all. In a training step
-        the ranks that are served first go on with the next layer, so a layer takes each of them as long as a core needs
-        for the work of all: until the last one is done. Where ranks meet, no wait for the slowest is added: it has the
-        core for itself while the others wait.
-        """
-        return self if self.crowd(self.processes) == 1 else each(self, Timing.until_last)
-
-
-AnyProfile = TypeVar("AnyProfile", Hardware, ModelProfile)
-
-
-def at_pace(profile: AnyProfile, pace: float) -> AnyProfile:
-    """Return a profile scaled to cores of another speed; the profile itself if either pace is unknown (0).
-
-    pace: seconds of the speed probe on those cores.
-    """
-    if not (pace and profile.pace):
-        return profile
-    return profile.slower(pace / profile.pace, pace / profile.pace).model_copy(update={"pace": pace})
 
 
 @cache

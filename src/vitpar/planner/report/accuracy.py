@@ -13,32 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from vitpar.errors import PlannerError
 from vitpar.planner.cost.price import Price
-from vitpar.planner.measure.steps import Measured, PlanSteps
+from vitpar.planner.measure.steps import Measured
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
 from vitpar.strategy.plan_json import plan_to_json
-from vitpar.text import shown
 
-COMPUTING = ("forward", "backward", "teacher", "optimizer", "uneven", "other")
+COMPUTING = ("forward", "backward", "teacher", "optimizer", "other")
 """Parts of a step's time (`Price.time`) that are computing."""
 SENDING = ("tensor", "gather", "gradients", "redistribution")
 """Parts of a step's time that are communication."""
-BUSY = 0.1
-"""Share of the cores used by other programs above which measured steps are unreliable."""
 LEAST, MOST = 0.2, 5.0
 """Limits of correction factors; a factor outside them means that something else is wrong."""
 Row = Mapping[str, Any]
 """Result of `measured_row`."""
 
 
-def measured_row(price: Price, measured: Measured, pace: float, mfu: float | None = None) -> dict[str, Any]:
+def measured_row(price: Price, measured: Measured, mfu: float | None = None) -> dict[str, Any]:
     """Return a plan with its prediction and its measurement, as a row of `vitpar validate --json`: seconds and bytes.
 
-    `measured_seconds` is the median of the runs' medians, scaled to the speed of the cores during profiling;
-    `clocked_seconds` is that by the clock. A byte count is None where the system reports no peak.
-
-    pace: seconds of `CpuSpeedProbe` while the profiles were measured; 0 if not known.
+    `measured_seconds` is the median of the runs' medians, and `runs` has the seconds of the steps of each run. A byte
+    count is None where the system reports no peak.
     """
     plan = price.plan
     return {
@@ -47,41 +41,14 @@ def measured_row(price: Price, measured: Measured, pace: float, mfu: float | Non
         "microbatches": plan.microbatches,
         "batch_size": price.batch_size,
         "predicted_seconds": price.seconds,
-        "measured_seconds": statistics.median(run.middle(pace) for run in measured.runs),
-        "clocked_seconds": statistics.median(run.middle(0.0) for run in measured.runs),
-        "runs": [
-            {"seconds": list(run.seconds), "paces": list(run.paces), "others": run.others} for run in measured.runs
-        ],
+        "measured_seconds": measured.middle,
+        "runs": [list(run) for run in measured.runs],
         "predicted_memory_bytes": price.memory_bytes,
         "measured_memory_bytes": list(measured.memory),
         "predicted_breakdown_seconds": dict(price.time),
         "mfu": mfu,
         "plan": plan_to_json(plan),
     }
-
-
-def measured_before(prices: Sequence[Price], rows: Sequence[Any]) -> list[Measured]:
-    """Return the measurements in `rows`, made by `measured_row` for the first of these predictions.
-
-    Raises PlannerError if `rows` are of other plans, or damaged.
-    """
-    measured = list[Measured]()
-    for number, (price, row) in enumerate(zip(prices, rows, strict=False), start=1):
-        plan = price.plan
-        try:
-            of = row["strategy"], row["schedule"], row["microbatches"], row["batch_size"]
-            runs = tuple(PlanSteps(tuple(run["seconds"]), tuple(run["paces"]), run["others"]) for run in row["runs"])
-            measured.append(Measured(runs, tuple(row["measured_memory_bytes"])))
-            _ = measured[-1].middle  # a row without runs or steps has none
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlannerError(
-                f"cannot resume, row {number} is damaged ({type(error).__name__}): leave out --resume"
-            ) from None
-        if of != (str(plan), plan.schedule, plan.microbatches, price.batch_size):
-            raise PlannerError(
-                f"cannot resume, row {number} is of {shown(of[0])}, not of '{plan}': give the same plans"
-            )
-    return measured
 
 
 def time_error(row: Row) -> float:
@@ -100,31 +67,20 @@ def memory_error(row: Row) -> float | None:
     return None if most is None else row["predicted_memory_bytes"] / most - 1
 
 
-def accuracy(rows: Sequence[Row], pace: float = 0.0, load: float | None = None) -> dict[str, Any]:
+def accuracy(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the accuracy of the predictions in `rows`, at least one, as `vitpar validate --json` prints it.
 
-    `slowdown` is the mean time of the cores for the same work, relative to that during profiling; 1 if not known.
-    `others_share` is the mean share of the cores that other programs used, or else `load`. `repeat` is the
-    difference of second runs to the first, which limits how accurate a prediction can be known to be; None unless all
-    plans ran twice. `rank_correlation` is Spearman's, of the orders by time. `chosen_slower_than_best` is the relative
-    time by which the plan predicted to be fastest is slower than the fastest.
-
-    pace: as for `measured_row`.
-    load: share of the cores that programs used before; None if not known.
+    `repeat` is the difference of second runs to the first, which limits how accurate a prediction can be known to be;
+    None unless all plans ran twice. `rank_correlation` is Spearman's, of the orders by time. `chosen_slower_than_best`
+    is the relative time by which the plan predicted to be fastest is slower than the fastest.
     """
-    repeats, slowdowns = list[float](), list[float]()
+    repeats = list[float]()
     for row in rows:
-        first, *more = (PlanSteps(**run).middle(pace) for run in row["runs"])
+        first, *more = map(statistics.median, row["runs"])
         repeats += [more[0] / first - 1] if more else []
-        paces = [taken for run in row["runs"] for taken in run["paces"]]
-        slowdowns.append(statistics.mean(paces) / pace if pace and paces else 1.0)
-    others = [run["others"] for row in rows for run in row["runs"] if run["others"] is not None]
     predicted, seconds = ([row[name] for row in rows] for name in ("predicted_seconds", "measured_seconds"))
     return {
         "time_error": _mean_and_largest(map(time_error, rows)),
-        "clocked_time_error": _mean_and_largest(row["predicted_seconds"] / row["clocked_seconds"] - 1 for row in rows),
-        "slowdown": statistics.mean(slowdowns),
-        "others_share": statistics.fmean(others) if others else load,
         "repeat": _mean_and_largest(repeats) if len(repeats) == len(rows) else None,
         "memory_error": _mean_and_largest(map(memory_error, rows)) if any(map(fullest, rows)) else None,
         "rank_correlation": spearman(predicted, seconds),

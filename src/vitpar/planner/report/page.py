@@ -239,7 +239,7 @@ def _plan(priced: Price, costs: LayerCosts, budget: float, charts: Charts, opene
 
 _TIMES = (
     "Computing: forward, backward, teacher, other. Communication that computing does not hide: tensor, gather, "
-    "gradients, redistribution. Idle: waiting for other stages (the bubble), uneven ranks."
+    "gradients, redistribution. Idle: waiting for other stages (the bubble)."
 )
 
 

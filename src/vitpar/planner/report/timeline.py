@@ -17,7 +17,7 @@ from vitpar.strategy import batch_arithmetic
 
 COMPUTES, SENDS = "computes", "sends"
 """Rows of a timeline without a pipeline; with one, rows are places of the pp axis."""
-LOCAL = ("uneven", "other", "optimizer", "teacher")
+LOCAL = ("other", "optimizer", "teacher")
 """Parts of a step's time that are neither layers nor communication."""
 
 
@@ -39,7 +39,6 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
         stage.forward(streams, number == 0)
         stage.backward(streams, number == batch.microbatches - 1)
         streams.block(costs.model.microbatch * turns, "other")
-    streams.meet()
     streams.microbatch = None
     streams.wait(None, "gradients")
     optimizer = price.seconds - price.time.get("optimizer", 0.0)
@@ -111,11 +110,6 @@ class _Recorder(Streams):
         if job is not None:
             self._awaited[job] = what
         super().wait(job, what)
-
-    def meet(self) -> None:
-        begun = self.at
-        super().meet()
-        self._note("uneven", begun)
 
     def _book(self, what: str, begun: float) -> None:
         super()._book(what, begun)

@@ -19,7 +19,6 @@ PURPOSES = {
     "pipeline idle": ("waiting",),
     "optimizer": ("optimizer",),
     "overhead": ("other",),
-    "slower ranks": ("uneven",),
 }
 """Parts of `Price.time`, by what limits them."""
 MORE = 1.5

@@ -60,8 +60,7 @@ class Loads:
     forward: Array
     """Seconds of computing per micro-batch in forward."""
     computes: Array
-    """Seconds of computing per micro-batch in forward and backward; in a pipeline with the wait for the slowest rank.
-    """
+    """Seconds of computing per micro-batch in forward and backward."""
     late: Array
     """Seconds per micro-batch of gradients of weights, which a zero-bubble schedule may run later."""
     waits: Array
@@ -176,7 +175,7 @@ class Layers:
         """
         costs, in_order, (slow, slow_waits) = self._costs, self._costs.hardware.device == "cpu", rates
         fits, given = self.fits[:, columns], self.parameters[:, :, columns]
-        w = dict(zip((*_WORK, "skew"), self._work(columns, rows), strict=True))
+        w = dict(zip(_WORK, self._work(columns, rows), strict=True))
         p = dict(zip(_PARAMETERS, given, strict=True))
         wrapped, every, last = p["wrapped"], p["every micro-batch"], p["last micro-batch"]
         blocked, overlapped = wrapped * in_order, wrapped * (not in_order)
@@ -194,9 +193,6 @@ class Layers:
         edge = np.zeros_like(reduce)
         if not pipelined:
             edge[0] = (reduce * (1 - blocked) + p["gather"] * (not in_order))[0]
-        # Ranks meet after every action, late by sqrt(sum of skew²). Over n layers that is at least sum(skew) / sqrt(n)
-        # (Cauchy-Schwarz), which adds up over layers as a bound must; no stage has more layers than the model.
-        skew = w["skew"] / len(costs.config.layers) ** 0.5 * pipelined
         # The terms below are those of `memory._Walk`: two gathered copies while one layer computes and the next is
         # fetched, and gradients twice during a reduction, as they are and as the collective's buffer. By then the
         # layer's saved activations are freed, hence their subtraction.
@@ -210,7 +206,7 @@ class Layers:
         again = wrapped * every > 0
         return Loads(
             forward=slow * w["forward"],
-            computes=slow * (w["forward"] + w["backward"] - w["beside"] + skew),
+            computes=slow * (w["forward"] + w["backward"] - w["beside"]),
             late=slow * w["weight_grad_time"],
             # A strategy that cannot split a layer has costs above every limit, but finite: weights of 0 multiply them.
             waits=np.where(fits, slow_waits * (sent + blocked * (gathers + reduce * every)), 1e15),
@@ -242,11 +238,11 @@ class Layers:
         positions = [self.positions[column] for column in columns.tolist()]
         alike = {(position.computes, position.data): number for number, position in enumerate(positions)}
         places = {key: place for place, key in enumerate(alike)}
-        none, found = (0.0,) * (len(_WORK) + 1), []
+        none, found = (0.0,) * len(_WORK), []
         for row, kind in enumerate(self._costs.config.kinds):
             fits = self.fits[row, columns]
             works = [self._costs.work(kind, positions[n], rows) if fits[n] else None for n in alike.values()]
-            found.append([(*_work(work), sum(work.skew)) if work else none for work in works])
+            found.append([_work(work) if work else none for work in works])
         of = np.array([places[position.computes, position.data] for position in positions], dtype=np.int64)
         table = np.array(found, dtype=float).reshape(len(self.fits), len(alike), len(none))
         return np.moveaxis(table, 2, 0)[:, :, of]

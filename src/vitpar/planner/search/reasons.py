@@ -28,7 +28,6 @@ SPENT = {
     "forward": "forward",
     "teacher": "the teacher's forward",
     "other": "the step's overhead",
-    "uneven": "waiting for randomly slower ranks",
 }
 """Description of each part of a step's time (`Price.time`)."""
 

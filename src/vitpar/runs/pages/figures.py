@@ -24,7 +24,6 @@ COLOURS = {
     "gradients": "#d55e00",
     "redistribution": "#cc79a7",
     "waiting": "#d9d9d9",
-    "uneven": "#5b6770",
     "optimizer": "#009e73",
     "parameters": "#7570b3",
     "activations": "#882255",

@@ -223,12 +223,12 @@ class UnderItsModel(Search):
         # With one type of layers the cost model counts memory outside the layers on every stage, vitpar's search only
         # on the first.
         hops = Hops((0.0,) * (outline.pipeline.num_stages - 1))
-        return Machine(lanes=GPUS, budget=budget * (1 + ROUNDING), hops=lambda share: hops)
+        return Machine(budget=budget * (1 + ROUNDING), hops=lambda share: hops)
 
     def uniform_options(self, outline: PlanOutline) -> Choices:
         return self.options(outline)
 
-    def moves(self, outline: PlanOutline, machine: Machine) -> Moves:
+    def moves(self, outline: PlanOutline) -> Moves:
         pp, batch = outline.pipeline.pipeline_degree, outline.batch_size
 
         def moves(elements: int, strategies: tuple[Strategy, ...]) -> Array:

@@ -97,11 +97,3 @@ def test_messages_share_network_cards_with_collectives() -> None:
     # A transfer of 3 s that begins when half of the message is sent, and the message of the second action.
     began, ends = events(0.0, 3.0)
     assert began == pytest.approx([1, 2, 4]) and ends[0] == pytest.approx(8)
-
-
-def test_ranks_share_the_cores_of_a_cpu() -> None:
-    apart = {0: actions("0F0 0F1 0B0 0B1"), 1: actions("1F0 1F1 1B0 1B1")}
-    one, two = (replay(apart, 2, lambda *part: ActionCost(1.0), at_once=cores)[0] for cores in (1, 2))
-    assert two[-1].end == 6 and one[-1].end == pytest.approx(8)  # one core is never idle
-    first = {(e.computation, e.stage, e.microbatch): e.end for e in one}
-    assert first["F", 0, 0] == 1 and first["F", 0, 1] == first["F", 1, 0] == pytest.approx(3)

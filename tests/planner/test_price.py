@@ -1,4 +1,4 @@
-"""Prices of plans against known results: idle shares, memory by hand, crowded cores, and overlap."""
+"""Prices of plans against known results: idle shares, memory by hand, and overlap."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -44,13 +44,13 @@ def machine(ranks: int = 8, per_byte: float = 0.0, overlap: Overlap | None = Non
     ]
     return Hardware(
         **{"name": "made up", "device": device, "device_name": "none", "backend": "none", "ranks": ranks},
-        **{"ranks_per_node": ranks, "threads": 1, "memory_bytes": 10**9, "links": links, "overlap": overlap},
+        **{"ranks_per_node": ranks, "memory_bytes": 10**9, "links": links, "overlap": overlap},
         matmuls=(Matmul(dtype="float32", timings=line(1e-12)),),
         copy=Curve(timings=line(1e-12)),
     )
 
 
-def model(config: ViTConfig = CONFIG, ends: float = 0.0, cores: int = 1, device: str = "cuda") -> ModelProfile:
+def model(config: ViTConfig = CONFIG, ends: float = 0.0, device: str = "cuda") -> ModelProfile:
     """Return a profile with simple round figures for the layers.
 
     Per image, a block takes 1 s forward and 2 s backward, half of it for weight gradients. It saves 10 MB, or 1 MB
@@ -82,7 +82,7 @@ def model(config: ViTConfig = CONFIG, ends: float = 0.0, cores: int = 1, device:
 
     return ModelProfile(
         **{"model": asdict(config), "device": device, "device_name": "none", "precision": "fp32", "compiled": False},
-        **{"processes": 1, "threads": 1, "cores": cores, "layers": layers, "weights": weights, "microbatch": 0.0},
+        **{"processes": 1, "layers": layers, "weights": weights, "microbatch": 0.0},
         optimizer=Curve(timings=line(1e-15)),
     )
 
@@ -170,17 +170,6 @@ def test_skipped_actions_do_not_change_the_memory_peak(
         with monkeypatch.context() as patch:
             patch.setattr(_Walk, "_is_like_before", lambda walk, kind, number: False)
             assert step(mesh, 128, costs, microbatches=16, **fields).memory == quick
-
-
-def test_cpu_ranks_share_the_cores() -> None:
-    """Four ranks on two cores take turns; in a pipeline of four, two compute at a time."""
-    costs = LayerCosts(CONFIG, machine(device="cpu"), model(cores=2, device="cpu"))
-    assert step("dp4", 8, costs).seconds == pytest.approx(2 * 3 * 8 * 2)
-    assert step("dp2", 8, costs).seconds == pytest.approx(3 * 8 * 4)
-    total = 3 * 8 * 8
-    assert step("pp4", 8, costs, microbatches=8).seconds >= total / 2
-    crowded = step("pp4", 8, costs, microbatches=8).seconds
-    assert step("pp4", 8, microbatches=8).seconds < crowded < total
 
 
 def test_overlapping_streams_slow_each_other_down() -> None:

@@ -65,7 +65,7 @@ def priced(
     measured = estimate_model(config, "fp32", hardware, tensors(config, 4))
     free = {"forward": Curve(timings=nothing()), "backward": Curve(timings=nothing())}
     model = ModelProfile(
-        **{**asdict_shallow(measured), "device": "cpu", "cores": 4, "microbatch": 0.0},
+        **{**asdict_shallow(measured), "device": "cpu", "microbatch": 0.0},
         layers=tuple(layer.model_copy(update=free) for layer in measured.layers),
         weights=tuple(w.model_copy(update={"gather": nothing()[0], "reduce": 0.0}) for w in measured.weights),
         optimizer=Curve(timings=nothing()),

@@ -42,18 +42,14 @@ def cluster(
     )
 
 
-def costs_of(drawn: Cluster, depth: int, width: int, cores: int | None = None, processes: int = 1) -> LayerCosts:
-    """Return the costs of a drawn cluster.
-
-    cores: cores of a machine with CPU ranks, or None for GPUs
-    processes: processes that were profiled at a time on such a machine
-    """
+def costs_of(drawn: Cluster, depth: int, width: int, cpu: bool = False) -> LayerCosts:
+    """Return the costs of a drawn cluster, of GPUs or of ranks on CPUs."""
     config = model_config("vit_custom", embed_dim=width, depth=depth, **SMALL)
     hardware = drawn.hardware()
     model = estimate_model(config, "fp32", hardware, tensors(config, hardware.ranks))
-    if cores is not None:
+    if cpu:
         hardware = hardware.model_copy(update={"device": "cpu", "host": None})
-        model = model.model_copy(update={"device": "cpu", "cores": cores, "processes": processes})
+        model = model.model_copy(update={"device": "cpu"})
     return LayerCosts(config, hardware, model)
 
 
@@ -72,8 +68,7 @@ ROLES = (("dp", "fsdp"), ("dp", "tp"), ("fsdp", "tp"), ("pp", "dp"), ("pp", "fsd
     wire=st.floats(1e8, 1e11),
     latency=st.sampled_from((0.0, 1e-5, 1e-3)),
     slower=st.sampled_from((None, 1.0, 1.3, 3.0)),
-    cores=st.sampled_from((None, None, 1, 2, 8)),
-    processes=st.sampled_from((1, 8)),
+    cpu=st.booleans(),
     share=st.floats(0.0, 1.0),
 )
 def test_search_is_as_fast_as_exhaustive_enumeration(
@@ -87,8 +82,7 @@ def test_search_is_as_fast_as_exhaustive_enumeration(
     wire: float,
     latency: float,
     slower: float | None,
-    cores: int | None,
-    processes: int,
+    cpu: bool,
     share: float,
 ) -> None:
     """No plan of the space that fits the budget is more than 3 % faster, and none is faster than the bound.
@@ -96,10 +90,10 @@ def test_search_is_as_fast_as_exhaustive_enumeration(
     share: quantile of all plans' memory that is the budget
     """
     overlap = None if slower is None else Overlap(compute=slower, communication=slower)
-    costs = costs_of(cluster(nodes, devices, wire, latency, overlap), depth, width, cores, processes)
+    costs = costs_of(cluster(nodes, devices, wire, latency, overlap), depth, width, cpu)
     schedules = ("1f1b", "interleaved1f1b") if flag in ("ckpt", "zero2", "offload") else ("gpipe", "zbvzerobubble")
     space = Space(costs.config, nodes * devices, (batch_size,), roles=roles, flags=(flag,), schedules=schedules)
-    every = [price(plan, costs, batch_size) for plan in every_plan(space, batch_size, cores is None)]
+    every = [price(plan, costs, batch_size) for plan in every_plan(space, batch_size, not cpu)]
     if not every:
         return
     sizes = sorted(found.memory_bytes for found in every)
@@ -117,14 +111,12 @@ def test_search_is_as_fast_as_exhaustive_enumeration(
 
 @pytest.mark.parametrize("width", [64, 1024])  # activations dominate at 64, parameters and gradients at 1024
 @pytest.mark.parametrize("slower", [1.3, 3.0])
-@pytest.mark.parametrize(("cores", "processes"), [(None, 1), (2, 1), (2, 8)])
+@pytest.mark.parametrize("cpu", [False, True])
 @pytest.mark.parametrize("flag", ["zero1", "zero2", "ckpt"])
-def test_bounds_of_uniform_plans_do_not_exceed_their_prices(
-    flag: str, cores: int | None, processes: int, slower: float, width: int
-) -> None:
+def test_bounds_of_uniform_plans_do_not_exceed_their_prices(flag: str, cpu: bool, slower: float, width: int) -> None:
     """A bound that exceeds a price could hide the best plan."""
     overlap = Overlap(compute=slower, communication=slower)
-    costs = costs_of(cluster(2, 2, 1e9, 1e-5, overlap), 4, width, cores, processes)
+    costs = costs_of(cluster(2, 2, 1e9, 1e-5, overlap), 4, width, cpu)
     space = Space(costs.config, 4, (32,), flags=(flag,), schedules=("1f1b",))
     assert_bounds_hold(Search(space, costs), 32)
 

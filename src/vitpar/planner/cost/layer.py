@@ -206,24 +206,6 @@ class LayerCosts:
         profile = self._profile(kind, strategy, wrapped)
         return profile.forward.seconds(here) + self._backward(kind, strategy, wrapped, here)[0]
 
-    def crowd(self, ranks: int) -> float:
-        """Return the factor by which a rank computes slower than profiled while `ranks` ranks compute at once.
-
-        1 on GPUs, which ranks do not share. Below 1 if the profile was measured with more processes on the cores.
-        """
-        here = min(ranks, self.hardware.ranks_per_node)
-        return self.model.crowd(here) / self.model.crowd(self.model.processes)
-
-    def at_once(self, stage_size: int) -> float:
-        """Return how many stages of `stage_size` ranks the cores of a node compute at once at full speed.
-
-        Not rounded, may be below 1; infinite on GPUs.
-        """
-        model = self.model
-        if model.device == "cuda":
-            return float("inf")
-        return model.cores / model.threads / min(stage_size, self.hardware.ranks_per_node)
-
     def _backward(self, kind: LayerKind, strategy: Strategy, wrapped: bool, here: float) -> tuple[float, float]:
         """Return the seconds of (backward, its gradients of weights) for `here` rows of a tensor-parallel group."""
         computed = self.config.kinds[kind].backward
@@ -269,10 +251,10 @@ class LayerCosts:
             if (layer.tensor, layer.checkpoint) == ("tp1", "none"):
                 profiled.setdefault(layer.layer, layer)
         seconds = sum(profiled[layer.kind].forward.seconds(rows) for layer in self.whole.layers.values())
-        return seconds * self.teacher.config.flops / self.whole.flops * self.crowd(ranks)
+        return seconds * self.teacher.config.flops / self.whole.flops
 
     def update(self, elements: int, offloaded: bool) -> float:
-        """Return the seconds of the optimizer's step on `elements` parameters, without the slowdown of shared cores.
+        """Return the seconds of the optimizer's step on `elements` parameters.
 
         offloaded: whether the optimizer runs on the host.
         """

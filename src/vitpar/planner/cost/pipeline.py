@@ -1,7 +1,6 @@
 """Replay of a pipeline's step, action by action, in the order of its schedule.
 
-A rank starts an action as soon as it is free and the action's input has arrived. Ranks that share the cores of a
-machine compute equally fast.
+A rank starts an action as soon as it is free and the action's input has arrived.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Event:
 
 
 class ActionCost(NamedTuple):
-    """Cost of one action of a pipeline rank, on cores and wires that nothing else uses."""
+    """Cost of one action of a pipeline rank, on wires that nothing else uses."""
 
     seconds: float
     """Duration."""
@@ -115,8 +114,6 @@ class _Work:
     """Wires to other nodes that it uses."""
     share: float = 1.0
     """Share of its time in which it uses them."""
-    computes: bool = False
-    """Whether it shares cores with other ranks."""
     order: int = -1
     """Rank of an action."""
     speed: float = 0.0
@@ -126,16 +123,11 @@ class _Work:
 
 
 class _Clock:
-    """Second of the step, and the works under way, whose speeds depend on each other.
+    """Second of the step, and the works under way, whose speeds depend on each other."""
 
-    at_once: number of pipeline ranks that the cores can run at full speed.
-    """
-
-    def __init__(self, at_once: float) -> None:
-        self.now = 0.0
-        self._at_once, self._number = at_once, 0
-        self._ends: list[tuple[float, bool, int, int, _Work]] = []
-        self._computing: dict[_Work, None] = {}
+    def __init__(self) -> None:
+        self.now, self._number = 0.0, 0
+        self._ends: list[tuple[float, int, int, _Work]] = []
         self._users: defaultdict[tuple[str, int], dict[_Work, None]] = defaultdict(dict)
 
     def start(self, work: _Work) -> None:
@@ -143,8 +135,6 @@ class _Clock:
         if work.share:
             for wire in work.wires:
                 self._users[wire][work] = None
-        if work.computes:
-            self._computing[work] = None
         self._set_speed(work)
         self._retime(work)
 
@@ -157,27 +147,23 @@ class _Clock:
     def run(self) -> None:
         """Let time pass until nothing is under way."""
         while self._ends:
-            end, _, _, entry, work = heappop(self._ends)
+            end, _, entry, work = heappop(self._ends)
             if entry != work.entry:
                 continue
             self.now = end
-            self._computing.pop(work, None)
             for wire in work.wires:
                 self._users[wire].pop(work, None)
             self._retime(work)
             work.done()
 
     def _retime(self, changed: _Work) -> None:
-        """Set the speeds of those that share cores or wires with a work that starts or ends."""
-        if changed.computes and len(self._computing) + 1 > self._at_once:
-            for work in self._computing:
-                self._set_speed(work)
+        """Set the speeds of those that share wires with a work that starts or ends."""
         if changed.wires and changed.share:
             for work in {other: None for wire in changed.wires for other in self._users[wire]}:
                 self._set_speed(work)
 
     def _set_speed(self, work: _Work) -> None:
-        speed = min(1.0, self._at_once / len(self._computing)) if work.computes else 1.0
+        speed = 1.0
         if work.share and work.wires:
             others = max(sum(other.share for other in self._users[wire]) for wire in work.wires) - work.share
             # Two that use a wire all the time halve it. One that uses it for a part of its time is slowed down in that
@@ -188,7 +174,7 @@ class _Clock:
             work.since, work.speed = self.now, speed
             self._number += 1
             work.entry = self._number
-            heappush(self._ends, (self.now + max(0.0, work.left) / speed, work.computes, work.order, work.entry, work))
+            heappush(self._ends, (self.now + max(0.0, work.left) / speed, work.order, work.entry, work))
 
 
 def replay(
@@ -196,7 +182,6 @@ def replay(
     num_stages: int,
     cost: Callable[[str, int, int], ActionCost],
     hop: Callable[[int, int], tuple[float, Wires]] = lambda source, target: (0.0, ()),
-    at_once: float = float("inf"),
 ) -> tuple[list[Event], dict[int, float]]:
     """Return (all events of a step, in the order in which they end, end of each rank's last transfer by its index).
 
@@ -204,9 +189,8 @@ def replay(
     cost: function of (computation, stage, micro-batch).
     hop: function of two stages that returns the seconds to send a micro-batch from one to the other, and the wires to
         other nodes that the message uses. Messages from one stage to another are sent one after the other.
-    at_once: number of pipeline ranks that the cores can run at full speed.
     """
-    clock, ends = _Clock(at_once), dict[int, float]()
+    clock, ends = _Clock(), dict[int, float]()
     lanes = {
         pp: _Lane(deque((part, action if part is action[-1] else ()) for action in actions for part in action))
         for pp, actions in order.items()
@@ -229,7 +213,7 @@ def replay(
         lane.arrived = there[need] if need is not None and need[0] in "FB" else None
         seconds, wires, share, *_ = cost(*part)
         wires = wires if share else ()
-        clock.start(_Work(partial(finish, pp), seconds, clock.now, wires, share, computes=True, order=pp))
+        clock.start(_Work(partial(finish, pp), seconds, clock.now, wires, share, order=pp))
 
     def finish(pp: int) -> None:
         lane = lanes[pp]

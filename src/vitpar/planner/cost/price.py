@@ -116,7 +116,7 @@ def price(plan: Plan, costs: LayerCosts, batch_size: int, moments: float = 2) ->
     batch = batch_arithmetic(plan, batch_size)
     stages = _stages(plan, costs, batch.microbatch_rows)
     if plan.pipeline_degree == 1:
-        done, spent, events = _alone(stages[0], batch.microbatches, costs, costs.crowd(plan.stage_size))
+        done, spent, events = _alone(stages[0], batch.microbatches, costs)
     else:
         done, spent, events = _pipelined(plan, stages, batch.microbatches, batch.microbatch_rows, costs)
     seconds, busiest = _finish(plan, stages, done, spent, costs)
@@ -200,17 +200,14 @@ def _travelling(plan: Plan, config: ModelConfig) -> list[float]:
     return [layout[0].share * elements if layout else 0.0 for layout, elements in zip(travel, given, strict=True)]
 
 
-def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float) -> Times:
-    """Replay the micro-batches of a plan without a pipeline.
-
-    turns: factor by which computing takes longer because ranks share cores.
-    """
-    streams, repeats, skipped = Streams(costs.hardware.overlap, turns), max(0, microbatches - 4), 0.0
+def _alone(stage: StageCost, microbatches: int, costs: LayerCosts) -> Times:
+    """Replay the micro-batches of a plan without a pipeline."""
+    streams, repeats, skipped = Streams(costs.hardware.overlap), max(0, microbatches - 4), 0.0
     for number in range(microbatches - repeats):
         begun, before, queued = streams.at, dict(streams.spent), streams.backlog
         stage.forward(streams, number == 0)
         stage.backward(streams, number == microbatches - repeats - 1)
-        streams.block(costs.model.microbatch * turns, "other")
+        streams.block(costs.model.microbatch, "other")
         if number == 2 and repeats:
             # The middle micro-batches are alike: the third stands for all. The first gathers for the step, and only
             # from the second on may a backlog of transfers carry over.
@@ -226,10 +223,8 @@ def _alone(stage: StageCost, microbatches: int, costs: LayerCosts, turns: float)
 
 def _pipelined(plan: Plan, stages: list[StageCost], microbatches: int, rows: int, costs: LayerCosts) -> Times:
     """Replay the actions of a pipeline. rows: images of a micro-batch."""
-    hardware, at_once = costs.hardware, costs.at_once(plan.stage_size)
-    sending = crowded(at_once, plan.pipeline_degree)
-    alone, last = costs.crowd(1), microbatches - 1
-    overhead = costs.model.microbatch / 2 * alone  # of a forward, or of a backward
+    hardware, last = costs.hardware, microbatches - 1
+    overhead = costs.model.microbatch / 2 + hardware.pipeline  # of a forward, or of a backward
     places = [rank_of_stage(number, plan) for number in range(plan.num_stages)]
     nodes = hardware.ranks_per_node, hardware.nics_per_node
     travelling = _travelling(plan, costs.config)
@@ -237,7 +232,7 @@ def _pipelined(plan: Plan, stages: list[StageCost], microbatches: int, rows: int
     @cache
     def priced(computation: str, number: int, special: bool) -> tuple[ActionCost, dict[str, float]]:
         """Return an action's cost and the breakdown of its seconds."""
-        streams, stage = Streams(hardware.overlap, alone), stages[number]
+        streams, stage = Streams(hardware.overlap), stages[number]
         late = stage.late
         if computation == "F":
             stage.forward(streams, special)
@@ -247,17 +242,14 @@ def _pipelined(plan: Plan, stages: list[StageCost], microbatches: int, rows: int
             stage.backward(streams, special)
         # I is a complete backward without the part that W computes later.
         if computation == "I":
-            streams.at -= late * alone
-            streams.spent["backward"] -= late * alone
+            streams.at -= late
+            streams.spent["backward"] -= late
         streams.block(overhead, "other")
-        spent = {what: s if what in COMPUTED else s * sending for what, s in streams.spent.items()}
-        spent["other"] += hardware.pipeline * sending
-        seconds = sum(spent.values())
         # Collectives cross nodes in a share of the action's time.
-        share = min(1.0, streams.crossing / seconds) if seconds else 0.0
+        share = min(1.0, streams.crossing / streams.at) if streams.at else 0.0
         across = any(across for _, across in streams.backlog)
         wires = stage_wires(plan, places[number], *nodes)
-        return ActionCost(seconds, wires, share, streams.left, across), spent
+        return ActionCost(streams.at, wires, share, streams.left, across), streams.spent
 
     def action(computation: str, number: int, microbatch: int) -> tuple[ActionCost, dict[str, float]]:
         # The first forward gathers for the complete step, the last backward reduces. All others are alike.
@@ -272,11 +264,11 @@ def _pipelined(plan: Plan, stages: list[StageCost], microbatches: int, rows: int
         return _travel_seconds(costs, pair, sent), wires
 
     order = _actions(plan.schedule, plan.pipeline_degree, plan.virtual_stages, microbatches)
-    events, ends = replay(order, plan.num_stages, lambda *part: action(*part)[0], message, at_once)
+    events, ends = replay(order, plan.num_stages, lambda *part: action(*part)[0], message)
     spent: list[dict[str, float]] = [defaultdict(float) for _ in range(plan.pipeline_degree)]
     for event in events:
         cost, parts = action(event.computation, event.stage, event.microbatch)
-        # An action takes longer than alone while others use the same cores, or the same wires to other nodes.
+        # An action takes longer than alone while others use the same wires to other nodes.
         longer = (event.end - event.start) / cost.seconds if cost.seconds else 1.0
         for what, seconds in parts.items():
             spent[event.pp][what] += longer * seconds
@@ -361,19 +353,6 @@ def sharing_seconds(plan: Plan, costs: LayerCosts) -> float:
     return seconds
 
 
-def crowded(at_once: float, pipeline_degree: int) -> float:
-    """Return the factor, at most 1, that shortens an action's communication before `replay` stretches the action.
-
-    `replay` stretches actions while more ranks are at work than the cores can serve. Communication was measured with
-    all ranks sending, so its profile includes that slowdown already.
-    """
-    return min(1.0, at_once / pipeline_degree)
-
-
-COMPUTED = ("forward", "backward", "other")
-"""Parts of a step's time that were measured with a core for each rank."""
-
-
 def _finish(
     plan: Plan, stages: list[StageCost], done: list[float], spent: list[dict[str, float]], costs: LayerCosts
 ) -> tuple[float, int]:
@@ -395,7 +374,7 @@ def _finish(
         spent[pp]["gradients"] += added
         ends.append(end + added)
         updates = (costs.update(number, offloaded) for offloaded, number in elements.items() if number)
-        optimizer.append(sum(updates) * costs.crowd(plan.world_size))
+        optimizer.append(sum(updates))
     busiest = max(range(len(ends)), key=lambda pp: ends[pp] - spent[pp]["waiting"])
     # All ranks meet at the norm: the slowest one decides when it begins, and when the optimizer has finished.
     norm, shared = norm_seconds(costs, plan.world_size), sharing_seconds(plan, costs)

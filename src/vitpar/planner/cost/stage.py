@@ -60,11 +60,9 @@ class Streams:
     the node or to other nodes, shares it evenly.
 
     overlap: factors by which computing and communication slow down while both are busy; None for 1.
-    share: factor by which computing takes longer because ranks share cores.
     """
 
-    def __init__(self, overlap: Overlap | None, share: float = 1.0) -> None:
-        self._share = share
+    def __init__(self, overlap: Overlap | None) -> None:
         self._compute = overlap.compute if overlap else 1.0
         self._communication = overlap.communication if overlap else 1.0
         self._queues: dict[str, deque[Transfer]] = {lane: deque() for lane in LANES}
@@ -75,10 +73,10 @@ class Streams:
     def compute(self, seconds: float, what: str) -> None:
         """Compute, while background transfers progress.
 
-        seconds: duration without transfers, on a core that is not shared.
+        seconds: duration without transfers.
         what: purpose to book the time under.
         """
-        begun, seconds = self.at, seconds * self._share
+        begun = self.at
         while seconds > 0 and (heads := self._heads()):
             rates = self._rates(heads, 1 / self._communication)
             took = min(seconds * self._compute, self._first(heads, rates))

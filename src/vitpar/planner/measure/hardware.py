@@ -133,7 +133,6 @@ def profile_hardware(
         backend="nccl" if device.type == "cuda" else "gloo",
         ranks=world,
         ranks_per_node=ranks_per_node,
-        threads=torch.get_num_threads(),
         memory_bytes=memory_bytes(device) // (1 if device.type == "cuda" else ranks_per_node),
         matmuls=tuple(matmuls),
         copy=copy,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from vitpar.launch.resources import cpu_cores, keep_freed_memory
+from vitpar.launch.resources import keep_freed_memory
 from vitpar.models.config import ModelConfig
 from vitpar.models.families import config_to_json
 from vitpar.models.layers import zero_sides
@@ -111,8 +111,6 @@ def profile_model(
         fp8_min_features=execution.fp8_min_features,
         compiled=execution.compile,
         processes=processes,
-        threads=torch.get_num_threads(),
-        cores=cpu_cores() if device.type == "cpu" else processes,
         layers=tuple(layers),
         weights=tuple(weights),
         optimizer=optimizer,

@@ -138,7 +138,6 @@ class Cluster(ProfileRecord):
             backend="nccl",
             ranks=ranks,
             ranks_per_node=min(self.devices_per_node, ranks),
-            threads=1,
             memory_bytes=self.memory_bytes,
             matmuls=tuple(
                 Matmul(dtype=dtype, timings=_line(0.0, rate * self.sustained, (10**6, 10**15)))

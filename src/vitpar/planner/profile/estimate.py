@@ -206,8 +206,6 @@ def estimate_model(
         compiled=compiled,
         fp8_min_features=fp8_min_features,
         processes=1,
-        threads=hardware.threads,
-        cores=1 if hardware.device == "cuda" else hardware.threads * hardware.ranks,
         layers=tuple(layers),
         weights=tuple(weights),
         optimizer=Curve(timings=exact((n, copy.seconds(update * n)) for n in (2**20, 2**30))),

@@ -145,8 +145,6 @@ class Hardware(Profile):
     """Number of ranks, each with one device."""
     ranks_per_node: Ranks
     """Number of ranks on each node."""
-    threads: Amount
-    """CPU threads of a rank."""
     memory_bytes: Amount
     """Bytes of memory of a device; on a CPU the rank's share of the node's memory."""
     matmuls: tuple[Matmul, ...] = ()
@@ -265,10 +263,6 @@ class ModelProfile(Profile):
     """Smallest linear layers that multiply in float8 in precision fp8, as in ``Execution``."""
     processes: Amount
     """Number of processes that measured at the same time."""
-    threads: Amount
-    """CPU threads of each process."""
-    cores: Amount
-    """CPU cores that all processes shared; on GPUs one for each process."""
     layers: tuple[LayerProfile, ...]
     """Layers, by kind, tensor-parallel part, checkpointing policy and ``fully_shard``."""
     weights: tuple[WeightProfile, ...]
@@ -294,13 +288,6 @@ class ModelProfile(Profile):
     def flags(self) -> frozenset[str]:
         """Return the checkpointing flags that the profile covers, such as ckpt.selective."""
         return frozenset(CHECKPOINTS[layer.checkpoint].lstrip("+") for layer in self.layers) - {""}
-
-    def crowd(self, processes: int) -> float:
-        """Return the factor by which `processes` processes on the cores slow each other down; 1 on GPUs.
-
-        It is the number of threads per core. Below 1, cores are idle and no process is slowed down.
-        """
-        return 1.0 if self.device == "cuda" else max(1.0, processes * self.threads / self.cores)
 
     def slower(self, computing: float, sending: float) -> Self:
         """Return a copy with the seconds of computing and of communication multiplied by a factor each."""

@@ -32,13 +32,12 @@ def timeline(price: Price, costs: LayerCosts) -> tuple[Span, ...]:
     batch, strategies = batch_arithmetic(plan, price.batch_size), plan.strategies(costs.config.layer_names)
     layers = [(layer.kind, strategies[name]) for name, layer in costs.config.layers.items()]
     stage = build_stage(costs, layers, batch.microbatch_rows, PlacedStrategy(*placed(plan), plan.splits_backward))
-    turns = costs.crowd(plan.stage_size)
-    streams = _Recorder(costs.hardware.overlap, turns)
+    streams = _Recorder(costs.hardware.overlap)
     for number in range(batch.microbatches):
         streams.microbatch = number
         stage.forward(streams, number == 0)
         stage.backward(streams, number == batch.microbatches - 1)
-        streams.block(costs.model.microbatch * turns, "other")
+        streams.block(costs.model.microbatch, "other")
     streams.microbatch = None
     streams.wait(None, "gradients")
     optimizer = price.seconds - price.time.get("optimizer", 0.0)
@@ -93,8 +92,8 @@ class _Recorder(Streams):
     microbatch: index that new spans get; None for what belongs to no micro-batch
     """
 
-    def __init__(self, overlap: Overlap | None, share: float) -> None:
-        super().__init__(overlap, share)
+    def __init__(self, overlap: Overlap | None) -> None:
+        super().__init__(overlap)
         self.microbatch: int | None = None
         self._spans: list[Span] = []
         self._jobs: list[tuple[Transfer, float, float, int | None]] = []

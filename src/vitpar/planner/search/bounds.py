@@ -50,12 +50,6 @@ class PlanOutline:
 class Machine:
     """Best-case rates and memory of a rank in plans of one outline."""
 
-    computing: float = 1.0
-    """Computing time relative to the profiled time, while only the rank's own stage computes."""
-    sending: float = 1.0
-    """Waiting time for communication relative to the profiled time, while only the rank's own stage computes."""
-    lanes: float = float("inf")
-    """Number of places on the pp axis that can compute at this speed at a time."""
     overhead: float = 0.0
     """Seconds per micro-batch outside its layers, without a pipeline."""
     action: float = 0.0
@@ -179,7 +173,6 @@ def totals(
     - One of the pp ranks has at least the mean of the rows of `layer_sums`.
     - A micro-batch passes through all layers, forward and backward, one after the other.
     - The busiest wire sends the messages of all micro-batches.
-    - All ranks together compute at most as fast as `Machine.lanes` ranks.
     - One stage per rank: stage j starts after the earlier stages, which finish after it. A weighted mean of the stages'
       bounds that counts the work of every stage equally depends on the sum over layers only, not on the split.
     - One stage per rank: at most as many micro-batches as the first stage keeps are between their first forward and
@@ -208,7 +201,6 @@ def totals(
         (passing, actions + sent + queue),
         (passing + early, nothing),
         (0.0 * passing, m * busiest),
-        (m / machine.lanes * loads.work, m / machine.lanes * actions + nothing),
     ]
     if pipeline.virtual_stages == 1:
         # Stage j gives: step >= w_0 + … + w_(j-1) + m·w_j. These weights sum to 1, and in the weighted mean each w_i
@@ -300,17 +292,17 @@ def ideal_seconds(outline: PlanOutline, work: float, share: float, machine: Mach
     work: least profiled seconds to compute one micro-batch in all blocks
     share: least share of that work that one of even stages has
     """
-    pp, m, alone = outline.pipeline.pipeline_degree, outline.microbatches, work * machine.computing
+    pp, m = outline.pipeline.pipeline_degree, outline.microbatches
     if pp == 1:
-        return m * (alone + machine.overhead) + machine.norm
+        return m * (work + machine.overhead) + machine.norm
     if outline.pipeline.virtual_stages == 1:
         # Stage j takes w_j per micro-batch, and the step at least w_0 + … + w_(j-1) + m·w_j for every j. The split that
         # minimizes the largest has all equal, with w_(j+1) = (1 - 1/m)·w_j: later stages get less work.
-        filled = alone / (1 - (1 - 1 / m) ** pp)
+        filled = work / (1 - (1 - 1 / m) ** pp)
     else:
         before = 0.0 if outline.pipeline.splits_backward else pp - 1.0
-        filled = share * (before + m * outline.pipeline.virtual_stages) * alone
-    return max(m * alone / min(machine.lanes, pp), filled) + machine.norm
+        filled = share * (before + m * outline.pipeline.virtual_stages) * work
+    return filled + machine.norm
 
 
 def in_flight(pipeline: Plan, microbatches: int) -> tuple[int, ...]:

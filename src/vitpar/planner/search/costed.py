@@ -14,7 +14,7 @@ from vitpar.planner.cost.records import PlacedStrategy
 from vitpar.planner.cost.stage import exchange_seconds
 from vitpar.planner.search.bounds import Machine, PlanOutline, ideal_seconds
 from vitpar.planner.search.loads import Array
-from vitpar.planner.search.options import Choices, Options, paces
+from vitpar.planner.search.options import Choices, Options
 from vitpar.planner.search.relaxed import STEPS, least_seconds
 from vitpar.planner.search.sections import Sections
 from vitpar.planner.search.space import Space, tied_layers, with_tied_alike
@@ -96,17 +96,11 @@ class CostedSpace:
     def machine(self, outline: PlanOutline, budget: float) -> Machine:
         """Return the cluster's rates and memory as the bounds of an outline need them."""
         costs, config, pipeline = self.costs, self.space.config, outline.pipeline
-        pp = pipeline.pipeline_degree
-        size = self.space.ranks // pp
-        computing, sending = paces(costs, self.space.ranks, pp)
         overlap = costs.hardware.overlap
         tokens = outline.rows * min(self.sections.takes[:-1]) * costs.precision.compute.itemsize
         return Machine(
-            computing=computing,
-            sending=sending,
-            lanes=min(max(1.0, costs.at_once(size)), pp),
-            overhead=costs.model.microbatch * costs.crowd(size),
-            action=costs.model.microbatch / 2 * computing + costs.hardware.pipeline * sending,
+            overhead=costs.model.microbatch,
+            action=costs.model.microbatch / 2 + costs.hardware.pipeline,
             norm=norm_seconds(costs, self.space.ranks) + costs.teacher_seconds(outline.batch_size, self.space.ranks),
             overlap=(overlap.compute, overlap.communication) if overlap else (1.0, 1.0),
             hops=lambda share: self._hops(pipeline, share * tokens),
@@ -123,7 +117,7 @@ class CostedSpace:
             return Hops((0.0,) * (pipeline.num_stages - 1))
         return hop_seconds(pipeline, self.costs, self.space.ranks // pipeline.pipeline_degree, size)
 
-    def moves(self, outline: PlanOutline, machine: Machine) -> Moves:
+    def moves(self, outline: PlanOutline) -> Moves:
         """Return the function of the seconds of redistribution between two blocks in plans of an outline."""
         pipeline, costs = outline.pipeline, self.costs
         where = PlacedStrategy(pp=pipeline.pipeline_degree, splits=pipeline.splits_backward)
@@ -135,7 +129,7 @@ class CostedSpace:
             shares, whole = self._shares[layouts], outline.rows * elements * costs.precision.compute.itemsize
             sizes, places = np.unique(shares, return_inverse=True)
             seconds = np.array([exchange_seconds(costs.links, stage, size * whole) if size else 0.0 for size in sizes])
-            there = seconds[places].reshape(shares.shape) * machine.sending
+            there = seconds[places].reshape(shares.shape)
             # Below the lowest trained layer nothing comes back.
             return there + there.T * costs.passes_gradients
 

@@ -161,19 +161,15 @@ class Layers:
         reduced = (execution.reduced == when for when in _REDUCED)
         return *_weights(weights), *sums, *_execution(execution), *reduced
 
-    def least_loads(
-        self, columns: Indices, rows: int, moments: float, update: float, pipelined: bool, rates: tuple[float, float]
-    ) -> Loads:
+    def least_loads(self, columns: Indices, rows: int, moments: float, pipelined: bool) -> Loads:
         """Return lower bounds of the costs of layers in any plan.
 
         columns: numbers of the strategies
         rows: images of a micro-batch over all ranks of the stage
         moments: bytes of optimizer state per byte of parameters
-        update: seconds of the optimizer per element on the device
         pipelined: whether the plan has several stages
-        rates: seconds of (computing, waiting) relative to profiled ones
         """
-        costs, in_order, (slow, slow_waits) = self._costs, self._costs.hardware.device == "cpu", rates
+        costs, in_order = self._costs, self._costs.hardware.device == "cpu"
         fits, given = self.fits[:, columns], self.parameters[:, :, columns]
         w = dict(zip(_WORK, self._work(columns, rows), strict=True))
         p = dict(zip(_PARAMETERS, given, strict=True))
@@ -183,6 +179,7 @@ class Layers:
         gathers_once = p["gather"] * wrapped * (1 - p["gathers_every_forward"])
         reduce, shard_across = p["reduce"], p["shard_across"]
         reduce_across = (reduce - p["summed"]) * shard_across + p["summed"] * p["copies_across"]
+        update = costs.model.optimizer.least  # seconds per element on the device
         sent = w["forward_sent"] + w["backward_sent"] + w["beside"]
         waits_once = blocked * (gathers_once + reduce * (1 - every)) + overlapped * reduce * p["end of step"]
         # Layers without `fully_shard` overlap their reduction on a CPU, too.
@@ -205,15 +202,15 @@ class Layers:
         working_once = np.maximum(workspace + fresh, reducing - w["saved"])
         again = wrapped * every > 0
         return Loads(
-            forward=slow * w["forward"],
-            computes=slow * (w["forward"] + w["backward"] - w["beside"]),
-            late=slow * w["weight_grad_time"],
+            forward=w["forward"],
+            computes=w["forward"] + w["backward"] - w["beside"],
+            late=w["weight_grad_time"],
             # A strategy that cannot split a layer has costs above every limit, but finite: weights of 0 multiply them.
-            waits=np.where(fits, slow_waits * (sent + blocked * (gathers + reduce * every)), 1e15),
+            waits=np.where(fits, sent + blocked * (gathers + reduce * every), 1e15),
             # On a CPU, nothing else is sent while a rank waits: all counts as one wire.
-            waits_across=slow_waits * sent * w["across"] * (not in_order),
+            waits_across=sent * w["across"] * (not in_order),
             once=p["trained_elements"] * np.where(p["offloaded"] > 0, costs.update(1, True), update),
-            waits_once=slow_waits * waits_once,
+            waits_once=waits_once,
             edge=edge,
             sent_each=np.where(fits, overlapped * (gathers + reduce * every), 1e15),
             sent_once=sent_late + overlapped * gathers_once,

@@ -59,7 +59,7 @@ class Mixer:
         choices, machine = self._costed.options(outline), self._costed.machine(outline, self._budget)
         if not choices.strategies:
             return
-        table = LayerTable(outline, choices, self._sections, machine, self._costed.moves(outline, machine))
+        table = LayerTable(outline, choices, self._sections, machine, self._costed.moves(outline))
         found = [one for columns in self._scaled(table) for one in self._fitting(table, columns)]
         best = min(found, key=lambda one: one.seconds, default=None)
         if best and best.seconds < NEAR * self.best_plans.limit * best.batch_size:

@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.price import crowded
 from vitpar.planner.cost.records import PipelinePosition, PlacedStrategy
 from vitpar.planner.search.loads import Array, Indices, Layers, Loads
 from vitpar.planner.search.space import Space
@@ -40,16 +39,6 @@ class Choices:
         return np.array([1 / row_parts(each[0]) for each in self.strategies])
 
 
-def paces(costs: LayerCosts, ranks: int, pp: int) -> tuple[float, float]:
-    """Return the seconds of (computing, waiting for communication) relative to profiled ones, at least.
-
-    That is while only the ranks of one of `pp` stages compute.
-    """
-    at_once = costs.at_once(ranks // pp)
-    share = min(1.0, at_once)  # of a core
-    return costs.crowd(1) / share, crowded(at_once, pp) / share
-
-
 class Options:
     """The strategies of layers by pipeline and rows of a micro-batch, cached.
 
@@ -58,7 +47,6 @@ class Options:
 
     def __init__(self, space: Space, costs: LayerCosts, moments: float) -> None:
         self._space, self._costs, self._moments = space, costs, moments
-        self._update = costs.model.optimizer.least * costs.crowd(space.ranks)  # least seconds per element
         self._sections = space.sections.sections
         kinds = tuple(costs.config.kinds)
         self._section_of_kind = np.array(
@@ -77,8 +65,7 @@ class Options:
         if key not in self._choices:
             layers, kept, units = self._of_pipeline(pipeline)
             columns = kept[rows % units == 0]
-            rates = paces(self._costs, self._space.ranks, pipeline.pipeline_degree)
-            loads = layers.least_loads(columns, rows, self._moments, self._update, pipeline.pipeline_degree > 1, rates)
+            loads = layers.least_loads(columns, rows, self._moments, pipeline.pipeline_degree > 1)
             fits = [section.kinds for section in self._sections]
             kinds = tuple(self._costs.config.kinds)
             fronts = tuple(np.nonzero(layers.fits[kinds.index(own[0])][columns])[0] for own in fits)

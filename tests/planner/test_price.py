@@ -288,19 +288,3 @@ def test_unmeasured_group_sizes_are_extrapolated_as_a_ring() -> None:
     # A ring sends (n - 1)/n of the bytes: 3/4 instead of 1/2.
     assert links.seconds("all_reduce", RankGroup(4, 1, 1), 10**9) == pytest.approx(1.5)
     assert links.seconds("all_reduce", RankGroup(1, 1, 1), 10**9) == 0
-
-
-def test_scratch_memory_of_collectives_is_counted() -> None:
-    """Collectives here need a thousand times their size.
-
-    Data parallelism has them at the last gradients, tp at activations.
-    """
-    scratch = Timing(size=2**20, seconds=1e-3, spread=0, samples=1, scratch=2**30)
-    plain = machine(4)
-    links = tuple(link.model_copy(update={"timings": (scratch,)}) for link in plain.links)
-    taking = plain.model_copy(update={"links": links})
-    for mesh in ("dp4", "tp4", "fsdp4"):
-        before, after = (step(mesh, 16, LayerCosts(CONFIG, hardware, model())) for hardware in (plain, taking))
-        assert after.memory_bytes > before.memory_bytes, mesh
-    alone = [step("dp1", 16, LayerCosts(CONFIG, hardware, model())).memory_bytes for hardware in (plain, taking)]
-    assert alone[0] == alone[1]

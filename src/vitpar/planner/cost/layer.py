@@ -121,8 +121,7 @@ class LayerCosts:
             beside=beside if self.hardware.device == "cuda" else 0.0,
             across=max(position.groups.j.nodes, position.groups.k.nodes) > 1,
             saved=saved,
-            # Upper bound: the buffers of the largest collective may be alive at the layer's own peak.
-            workspace=workspace + max(self._scratch(t, position.groups) for t in (forward, backward)),
+            workspace=workspace,
         )
         return self._work[key]
 
@@ -137,7 +136,7 @@ class LayerCosts:
         wrapped, shards, copies = position.wrapped, not groups.shard.alone, not groups.replicate.alone
         # On a CPU, host memory is device memory: offloading saves nothing there.
         offloaded = position.strategy.offload and self.hardware.device != "cpu"
-        gather = reduce = summed = gathered = unreduced = gathering = reducing = 0.0
+        gather = reduce = summed = gathered = unreduced = 0.0
         # Gradients of tables are summed over the world, which `sharing_seconds` prices.
         compute_numel, local_numel = elements.compute_numel - elements.tables, elements.local_numel - elements.tables
         trained_compute, trained_local = trained.compute_numel - trained.tables, trained.local_numel - trained.tables
@@ -154,10 +153,8 @@ class LayerCosts:
                 # Shards are cast to the compute dtype before the all-gather, gradients are reduced in their own dtype.
                 asked, given = padded * precision.compute.itemsize, given * precision.reduce.itemsize
                 gather += self.links.seconds("all_gather", groups.shard, asked)
-                gathering = self.links.scratch("all_gather", groups.shard, asked)
                 if given:
                     reduce += self.links.seconds("reduce_scatter", groups.shard, given)
-                    reducing = self.links.scratch("reduce_scatter", groups.shard, given)
             reduce += local.reduce * trained_compute / local.elements
             if offloaded:
                 # FSDP2 copies a shard to the device in the dtype it is stored in, and casts it there.
@@ -174,8 +171,6 @@ class LayerCosts:
             if size:
                 copies_across |= group.nodes > 1
                 summed += self.links.seconds("all_reduce", group, size)
-                # One collective follows the other: their buffers do not add up.
-                reducing = max(reducing, self.links.scratch("all_reduce", group, size))
         reduce += summed
         self._parameters[key] = LayerParameters(
             trained_elements=trained.local_numel,
@@ -189,8 +184,6 @@ class LayerCosts:
             shard_across=groups.shard.nodes > 1,
             copies_across=copies_across,
             offloaded=offloaded,
-            gathering=gathering,
-            reducing=reducing,
             message=(apart + joint) * precision.parameters.itemsize * (not wrapped),
             sums=elements.sums if wrapped else {},
         )
@@ -279,12 +272,6 @@ class LayerCosts:
                 f"'{strategy}': profile the model again with --ranks {strategy.size} or more"
             )
         return profile
-
-    def _scratch(self, traffic: Traffic, groups: Groups) -> float:
-        """Return the transient bytes of the largest collective; the collectives run one after the other."""
-        size = self.precision.compute.itemsize
-        each = (self.links.scratch(c.operation, groups.along(c.axis), c.elements * size) for c in traffic)
-        return max(each, default=0.0)
 
     def _sent(self, traffic: Traffic, groups: Groups) -> float:
         """Return the seconds of all collectives together."""

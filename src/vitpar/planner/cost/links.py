@@ -44,10 +44,6 @@ class Links:
         # More messages repeat the latency, more bytes the rest.
         return latency * more_messages + (link.seconds(size) - latency) * more_bytes
 
-    def scratch(self, operation: str, group: RankGroup, size: float) -> float:
-        """Return the transient bytes of an operation on `size` bytes, apart from its inputs and outputs."""
-        return 0.0 if group.alone or not size else self._closest(operation, group)[0].scratch(size)
-
     def _closest(self, operation: str, group: RankGroup) -> tuple[Link, float, float]:
         """Return the most similar measured link, and how many times more messages and bytes a rank of `group` sends.
 

@@ -41,7 +41,7 @@ class Memory:
     activations: float
     """Activations saved for backward."""
     workspace: float
-    """Transient tensors of the layer that computes, or buffers of a collective."""
+    """Transient tensors of the layer that computes."""
     buffers: float = 0.0
     """Receive buffers of a pipeline stage, and the step's images."""
     reserved: float = 0.0
@@ -110,8 +110,6 @@ class _Walk:
             )
             before = 0.0  # bytes that this micro-batch has saved so far
             for layer in stage.layers:
-                # While its parameters are gathered, the layer has saved nothing yet.
-                self.moment(before, layer.weights.gathering, _passing(layer))
                 before += layer.work.saved
                 # Workspace is measured on top of all that the layer saves.
                 self.moment(before, layer.work.workspace, _passing(layer))
@@ -159,21 +157,18 @@ class _Walk:
             whole = weights.unreduced_grad_bytes if layer.execution.wrapped else weights.gradient_bytes
             fresh = 0.0 if here in self._whole and not again else whole
             self.moment(left, layer.work.workspace, passing, fresh)
-            # Gathering comes before computing: there is no workspace yet, and no new gradient.
-            if layer.execution.gathers_in_backward:
-                self.moment(left, weights.gathering, passing)
             left -= layer.work.saved
             reduced = layer.execution.reduced
             if not weights.trained_elements:
                 continue
             if layer.execution.wrapped and (reduced == "every micro-batch" or (last and reduced == "last micro-batch")):
                 # FSDP2 copies unreduced gradients into the input of the reduce-scatter: both are alive.
-                self.moment(left, weights.reducing, gradients=fresh + weights.unreduced_grad_bytes)
+                self.moment(left, gradients=fresh + weights.unreduced_grad_bytes)
                 # Offloaded gradients leave the device as soon as they are reduced.
                 self._hold(here, 0.0 if weights.offloaded else weights.gradient_bytes)
             elif not layer.execution.wrapped:
                 # `GradientSum` copies gradients into one message.
-                self.moment(left, weights.reducing * last, gradients=fresh + weights.message * last)
+                self.moment(left, gradients=fresh + weights.message * last)
                 self._hold(here, weights.gradient_bytes)
             else:
                 # Gradients that wait for a later reduction keep their unreduced size.
@@ -181,7 +176,7 @@ class _Walk:
         if last:
             for place, layer in reversed(list(enumerate(stage.layers))):
                 if layer.execution.wrapped and layer.execution.reduced == "end of step":
-                    self.moment(workspace=layer.weights.reducing, gradients=layer.weights.unreduced_grad_bytes)
+                    self.moment(gradients=layer.weights.unreduced_grad_bytes)
                     self._hold((number, place), 0.0 if layer.weights.offloaded else layer.weights.gradient_bytes)
             self._keep(number, 0.0)
 

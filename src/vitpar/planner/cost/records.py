@@ -64,10 +64,6 @@ class LayerParameters:
     """Whether the ranks that shard the parameters are on several nodes."""
     copies_across: bool
     """Whether the ranks that sum copies of gradients are on several nodes."""
-    gathering: float
-    """Transient bytes of the collective that gathers."""
-    reducing: float
-    """Transient bytes of the collectives that reduce."""
     message: float
     """Bytes of gradients that `GradientSum` sums; 0 under ``fully_shard``."""
     sums: Mapping[str, int]

@@ -3,11 +3,10 @@
 All ranks compute and communicate at the same time, as in training: where ranks share cores, caches or links, that is
 slower than one rank alone. Measured in this order:
 
-1. memory of a rank apart from tensors; transient memory of every operation in every group (all sizes and strides that
-   divide the world)
+1. memory of a rank apart from tensors
 2. products of square matrices, by dtype and size
 3. copies of tensors
-4. time of every operation in every group
+4. time of every operation in every group (all sizes and strides that divide the world)
 5. slow-down of matrix products and of all-reduces that run at the same time
 6. on GPUs, copies from host memory, and AdamW on the host
 7. actions of an empty pipeline of two stages
@@ -33,7 +32,7 @@ from vitpar.parallel.float8 import E4M3, multiply, scaled_rows
 from vitpar.planner.cost.elements import layer_parameters
 from vitpar.planner.measure.clock import Clock, ClockedRanks, Progress
 from vitpar.planner.measure.device import date_and_versions, device_name, memory_bytes
-from vitpar.planner.measure.sending import message, most_nodes, overlap, own_group, pipeline_action, scratch
+from vitpar.planner.measure.sending import message, most_nodes, overlap, own_group, pipeline_action
 from vitpar.planner.measure.steps import Training
 from vitpar.planner.profile.cluster import group_shapes, operations
 from vitpar.planner.profile.curves import Curve, Timing
@@ -105,7 +104,6 @@ def profile_hardware(
             yield size
 
     reserved = process_overhead(device)
-    taken = scratch(device, shapes, effort.messages)
     matmuls = []
     for dtype in effort.dtypes:
         works = ((side, products(device, getattr(torch, dtype), [(side,) * 3])) for side in over(effort.sides, dtype))
@@ -117,10 +115,7 @@ def profile_hardware(
         with own_group(ranks, stride) as group:
             for operation in operations(ranks):
                 words = f"{operation} among {ranks} ranks, stride {stride}"
-                timings = tuple(
-                    message(clock, operation, group, size, taken[(ranks, stride), operation, size])
-                    for size in over(effort.messages, words)
-                )
+                timings = tuple(message(clock, operation, group, size) for size in over(effort.messages, words))
                 links.append(Link(operation=operation, ranks=ranks, stride=stride, nodes=nodes, timings=timings))
     slowdown = None
     if world > 1:

@@ -1,10 +1,10 @@
-"""Measurement of communication: time and memory of operations in every group, and their overlap with computing."""
+"""Measurement of communication: time of operations in every group, and its overlap with computing."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,14 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from vitpar.launch.resources import freed_memory_given_back
-from vitpar.launch.world_group import all_reduce_, barrier
 from vitpar.parallel.collective import all_gather, all_reduce, reduce_scatter
 from vitpar.parallel.mesh import pipeline_mesh
 from vitpar.parallel.pipeline import Stage, build_schedule
 from vitpar.planner.measure.clock import Clock
-from vitpar.planner.measure.device import Peak
-from vitpar.planner.profile.cluster import Shape, operations
 from vitpar.planner.profile.curves import Timing
 from vitpar.planner.profile.profiles import Operation, Overlap
 from vitpar.strategy import parse
@@ -54,42 +50,12 @@ def own_group(ranks: int, stride: int) -> Iterator[ProcessGroup]:
     dist.destroy_process_group(group)
 
 
-def scratch(
-    device: torch.device, shapes: Sequence[Shape], sizes: Sequence[int]
-) -> Mapping[tuple[Shape, Operation, int], int]:
-    """Return the transient bytes of every operation, apart from its inputs and outputs, by (group, operation, size).
-
-    The maximum over the ranks; 0 where the system reports no peak. Collective. Call it before anything large has been
-    computed: memory that was freed before may be reused, and then hides a peak.
-    """
-    taken = {}
-    with freed_memory_given_back():
-        for shape in shapes:
-            with own_group(*shape) as group:
-                for operation in operations(shape[0]):
-                    for size in sizes:
-                        work, _, given = _work(device, operation, group, size)
-                        work()  # the first call makes connections and buffers that stay
-                        barrier()
-                        peak = Peak(device)
-                        peak.forget()
-                        work()
-                        most = torch.tensor(max(0, (peak.grown or 0) - given), device=device)
-                        all_reduce_(most, dist.ReduceOp.MAX)
-                        taken[shape, operation, size] = int(most)
-                        del work  # frees its tensors before the next are made
-    return taken
-
-
-def message(clock: Clock, operation: Operation, group: ProcessGroup, size: int, scratch_bytes: int) -> Timing:
-    """Return the timing of one operation on about `size` bytes; of p2p half of a round trip. Collective.
-
-    scratch_bytes: transient bytes to record in the timing.
-    """
-    work, length, _ = _work(clock.device, operation, group, size)
+def message(clock: Clock, operation: Operation, group: ProcessGroup, size: int) -> Timing:
+    """Return the timing of one operation on about `size` bytes; of p2p half of a round trip. Collective."""
+    work, length = _work(clock.device, operation, group, size)
     timing = clock.timing(4 * length, work)
     times = 2 if operation == "p2p" else 1
-    return timing.model_copy(update={"seconds": timing.seconds / times, "scratch": scratch_bytes})
+    return timing.model_copy(update={"seconds": timing.seconds / times})
 
 
 def overlap(clock: Clock, side: int, size: int) -> Overlap:
@@ -164,8 +130,8 @@ def pipeline_action(clock: Clock, microbatches: int = 8) -> float:
 
 def _work(
     device: torch.device, operation: Operation, group: ProcessGroup, size: int
-) -> tuple[Callable[[], object], int, int]:
-    """Return (a call of the operation, its float32 elements, bytes of the result that it allocates).
+) -> tuple[Callable[[], object], int]:
+    """Return (a call of the operation, its float32 elements).
 
     size: bytes of the tensor, rounded to elements that the ranks divide. A p2p call is a round trip.
     """
@@ -180,12 +146,11 @@ def _work(
             for sending in (me == 0, me == 1):
                 dist.send(whole, peer, group) if sending else dist.recv(other, peer, group)
 
-        return there_and_back, length, 0
-    works: dict[Operation, tuple[Callable[[], object], int]] = {
-        "all_reduce": (lambda: all_reduce(whole, group), 4 * length),
-        "all_gather": (lambda: all_gather(part, 0, group), 4 * length),
-        "reduce_scatter": (lambda: reduce_scatter(whole, 0, group), 4 * length // ranks),
-        "all_to_all": (lambda: dist.all_to_all_single(other, whole, group=group), 0),
+        return there_and_back, length
+    works: dict[Operation, Callable[[], object]] = {
+        "all_reduce": lambda: all_reduce(whole, group),
+        "all_gather": lambda: all_gather(part, 0, group),
+        "reduce_scatter": lambda: reduce_scatter(whole, 0, group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
     }
-    work, given = works[operation]
-    return work, length, given
+    return works[operation], length

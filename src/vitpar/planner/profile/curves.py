@@ -84,8 +84,6 @@ class Timing(ProfileRecord):
     """Half the interquartile range, relative to the median."""
     samples: Amount
     """Number of readings."""
-    scratch: int = Field(default=0, ge=0, le=MAX_AMOUNT)
-    """Transient bytes, apart from inputs and outputs."""
 
     def slower(self, factor: float) -> Self:
         """Return a copy with all seconds multiplied by `factor`."""
@@ -146,11 +144,6 @@ class Curve(ProfileRecord):
         if len(sizes) > 1:
             slope = max(slope / 2, (rising[-1] - rising[-2]) / (sizes[-1] - sizes[-2]))
         return rising[-1] + slope * (size - sizes[-1])
-
-    def scratch(self, size: float) -> float:
-        """Return the transient bytes at `size`, in proportion to those of the nearest measured size."""
-        nearest = self.nearest(size)
-        return nearest.scratch / nearest.size * size
 
     def nearest(self, size: float) -> Timing:
         """Return the timing of the measured size that is nearest to `size`."""

@@ -39,9 +39,7 @@ _WEIGHTS = (
     "summed",
     "shard_across",
     "copies_across",
-    "reducing",
     "message",
-    "gathering",
 )
 _EXECUTION = ("wrapped", "gathers_every_forward", "gathers_in_backward", "reshard_after_forward")
 _work, _weights, _execution = attrgetter(*_WORK), attrgetter(*_WEIGHTS), attrgetter(*_EXECUTION)
@@ -196,8 +194,8 @@ class Layers:
         trained = p["gradient_bytes"] * (1 - p["offloaded"])
         workspace = w["workspace"] + p["gathered"] * 2 * p["reshard_after_forward"]
         fresh = np.where(wrapped > 0, p["unreduced_grad_bytes"], p["gradient_bytes"])
-        summing = (p["reducing"] + fresh + p["message"]) * (p["message"] > 0)
-        scattering = (p["reducing"] + 2 * fresh) * (1 - p["end of step"])
+        summing = (fresh + p["message"]) * (p["message"] > 0)
+        scattering = 2 * fresh * (1 - p["end of step"])
         reducing = np.where(wrapped > 0, scattering, summing)
         working_once = np.maximum(workspace + fresh, reducing - w["saved"])
         again = wrapped * every > 0
@@ -227,7 +225,7 @@ class Layers:
             working=np.where(again, working_once, workspace),
             fresh=fresh * ~again,
             working_once=working_once,
-            copied=wrapped * p["end of step"] * (p["reducing"] + fresh),
+            copied=wrapped * p["end of step"] * fresh,
         )
 
     def _work(self, columns: Indices, rows: int) -> Array:

@@ -8,7 +8,7 @@ import pytest
 from vitpar.models import model_config
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, price
-from vitpar.planner.measure.steps import Measured, PlanSteps
+from vitpar.planner.measure.steps import Measured
 from vitpar.planner.profile.cluster import find_cluster
 from vitpar.planner.profile.estimate import estimate_model, tensors
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
@@ -62,14 +62,14 @@ def test_corrected_profiles_predict_the_measurements(tmp_path: Path) -> None:
     """
     hardware, model = profiles()
     truth = Correction(1.4, 2.0, 50_000_000, 1).of(hardware, model)
-    done = [Measured((PlanSteps((p.seconds,)),), (round(p.memory_bytes),)) for p in prices(*truth)]
-    rows = [measured_row(p, one, 0.0) for p, one in zip(prices(hardware, model), done, strict=True)]
+    done = [Measured(((p.seconds,),), (round(p.memory_bytes),)) for p in prices(*truth)]
+    rows = [measured_row(p, one) for p, one in zip(prices(hardware, model), done, strict=True)]
     found = correction(rows)
     better = found.of(hardware, model)
     for record, name in zip(better, ("hardware.json", "model.json"), strict=True):
         record.save(tmp_path / name)
     read = Hardware.read(tmp_path / "hardware.json"), ModelProfile.read(tmp_path / "model.json")
-    after = accuracy([measured_row(p, one, 0.0) for p, one in zip(prices(*read), done, strict=True)])
+    after = accuracy([measured_row(p, one) for p, one in zip(prices(*read), done, strict=True)])
     assert accuracy(rows)["time_error"]["mean"] > 0.25 and after["time_error"]["mean"] < 0.02
     assert after["memory_error"]["largest"] < 1e-6
     assert "from 6 plans" in read[0].measured["corrected"] and "corrected" in read[1].measured

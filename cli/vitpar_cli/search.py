@@ -17,7 +17,7 @@ from vitpar.planner.automatic import make_search, run_search
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price
 from vitpar.planner.profile.cluster import find_cluster
-from vitpar.planner.report.data import search_record, trace
+from vitpar.planner.report.data import search_record
 from vitpar.planner.report.page import page
 from vitpar.planner.report.tables import best_row
 from vitpar.planner.search.gains import MORE, gains
@@ -87,9 +87,6 @@ def search(
         help="Maximum search time in seconds, once a plan is found.  \\[default: 20, or 2 for a row of a table]",
     ),
     report: ReportFile = None,
-    trace_file: Path | None = typer.Option(
-        None, "--trace", metavar="FILE", help="Write a trace of the best plan's step for chrome://tracing."
-    ),
     as_json: o.AsJson = False,
 ) -> None:
     """Find the plan with the most samples per second that fits into the memory of each rank.
@@ -111,8 +108,8 @@ def search(
     batches = numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE)
     tabled = max(len(clusters), len(models), len(sizes)) > 1
     if tabled:
-        _refuse_single({"--out": out, "--report": report, "--trace": trace_file}, bool(cluster))
-    refuse_unwritable(out, report, trace_file)
+        _refuse_single({"--out": out, "--report": report}, bool(cluster))
+    refuse_unwritable(out, report)
     refuse_undrawable(report)
     left_out = frozenset(word.lstrip("+") for word in _words(without))
     limits: dict[str, Any] = {
@@ -147,12 +144,10 @@ def search(
         write_plan(out, validate(best.plan, costs.config, best.batch_size))
     if report is not None:
         write(report, page(found, costs, state))
-    if trace_file is not None:
-        write(trace_file, json.dumps(trace(best, costs, origin())) + "\n")
     if as_json:
         typer.echo(json.dumps(found))
     else:
-        show(found, (out, report, trace_file))
+        show(found, (out, report))
         lacking = sorted(unprofiled(costs, searching.space.ranks))
         useful = (name for name in lacking if "tp" in searching.space.roles or not name.startswith("tp"))
         if missing := [name for name in useful if not left_out & {*name.split("+")}]:

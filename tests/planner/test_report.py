@@ -110,16 +110,6 @@ def test_timeline_without_a_pipeline_shows_the_communication(words: str, microba
         assert all(one.end <= two.start + 1e-9 for one, two in itertools.pairwise(mine)), f"{row} overlaps"
 
 
-def test_trace_names_its_plan_and_rows() -> None:
-    costs = costs_of()
-    found = data.trace(priced("pp2xdp4", costs, microbatches=4), costs, ORIGIN)
-    events: Any = found["traceEvents"]
-    about: Any = found["otherData"]
-    assert [event["args"]["name"] for event in events if event["ph"] == "M"] == ["pp 0", "pp 1"]
-    assert about["plan"] == "pp2xdp4 1f1b, 4 micro-batches" and about["command"] == ORIGIN["command"]
-    assert (about["batch_size"], about["precision"], about["vitpar"]) == (768, "bf16", "1.2.3")
-
-
 def text_of(html: str) -> str:
     return " ".join(re.sub(r"<[^>]+>", " ", html).split())
 

@@ -13,13 +13,11 @@ from typing import Any
 from vitpar.planner.cost.layer import LayerCosts
 from vitpar.planner.cost.price import Price, plan_title
 from vitpar.planner.profile.profiles import Hardware, ModelProfile
-from vitpar.planner.report.timeline import timeline
 from vitpar.planner.report.uncertainty import uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.gains import Gain, shares
 from vitpar.planner.search.ranking import Result, SearchEffort
 from vitpar.planner.search.reasons import reasons
-from vitpar.runs.pages.figures import rows_of
 from vitpar.strategy import Plan
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.text import size
@@ -256,29 +254,3 @@ def gain_table(gains: Iterable[Record], best: Record) -> Table:
         )
         for gain in gains
     ]
-
-
-def trace(price: Price, costs: LayerCosts, origin: Record) -> dict[str, Any]:
-    """Return the spans of one step in the Trace Event Format, for chrome://tracing and Perfetto.
-
-    Times are in microseconds. Each row of the timeline is a process.
-    Source: "Trace Event Format", Google, complete events (ph X).
-    """
-    spans = timeline(price, costs)
-    rows = {row: number for number, row in enumerate(rows_of(spans))}
-    named = [{"name": "process_name", "ph": "M", "pid": n, "tid": 0, "args": {"name": row}} for row, n in rows.items()]
-    events = [
-        {
-            "name": span.what if span.microbatch is None else f"{span.what} {span.microbatch}",
-            "cat": span.what,
-            "ph": "X",
-            "pid": rows[span.row],
-            "tid": 0,
-            "ts": span.start * 1e6,
-            "dur": (span.end - span.start) * 1e6,
-            "args": {"stage": span.stage, "microbatch": span.microbatch},
-        }
-        for span in spans
-    ]
-    about = {"plan": plan_title(price.plan), "batch_size": price.batch_size, **origin_to_json(origin, costs)}
-    return {"traceEvents": [*named, *events], "displayTimeUnit": "ms", "otherData": about}

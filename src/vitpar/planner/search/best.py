@@ -90,7 +90,9 @@ class Search(CostedSpace):
     def short(self) -> SearchEffort:
         """Limits of the searches for other budgets, whose plans are alternatives."""
         seconds = min(3.0, self.effort.seconds)
-        return replace(self.effort, tolerance=0.01, outlines=10, mixes=2, changes=0, seconds=seconds, patient=False)
+        return replace(
+            self.effort, tolerance=0.01, outlines=10, mixes=2, sets=1, changes=0, seconds=seconds, patient=False
+        )
 
     def _uniform(
         self,

@@ -60,7 +60,8 @@ class Mixer:
         if not choices.strategies:
             return
         table = LayerTable(outline, choices, self._sections, machine, self._costed.moves(outline))
-        found = [one for columns in self._scaled(table) for one in self._fitting(table, columns)]
+        scaled = self._scaled(table)[: self.effort.sets]
+        found = [one for columns in scaled for one in self._fitting(table, columns)]
         best = min(found, key=lambda one: one.seconds, default=None)
         if best and best.seconds < NEAR * self.best_plans.limit * best.batch_size:
             self._improve(best, self.effort.changes // 4)

@@ -24,6 +24,8 @@ class SearchEffort:
     """Outlines in which strategies are mixed at most."""
     mixes: int = 8
     """Mixes to make at most until one fits into memory, per outline."""
+    sets: int = 8
+    """Sets of strategies to mix at most, per outline: all good ones, then few of them, and single ones."""
     changes: int = 40
     """Changes of the best plan to price at most; fewer of a plan with many micro-batches and stages."""
     alternatives: int = 10

@@ -86,9 +86,8 @@ def _links(folder: Path, nodes: int, per_node: int) -> Iterator[profiles.Link]:
         return {megabytes * MB: milliseconds / 1e3 for (megabytes,), milliseconds in found}
 
     def link(operation: str, size: int, stride: int, points: dict[int, float]) -> profiles.Link:
-        across, _ = profiles.spread(size, stride, per_node)
-        timings = exact(points.items())
-        return profiles.Link(operation=operation, ranks=size, stride=stride, nodes=across, timings=timings)
+        nodes, timings = profiles.spread(size, stride, per_node)[0], exact(points.items())
+        return profiles.Link(operation=operation, ranks=size, stride=stride, nodes=nodes, timings=timings)
 
     for (size, neighbours), bandwidth in _found(f"allreduce_size_{NUMBER}_consec_([01])", bandwidths):
         if 2 <= size <= ranks:

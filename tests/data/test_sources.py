@@ -11,7 +11,6 @@ from PIL import Image
 
 from helpers.cifar_files import cifar_files
 from helpers.imagenet_archives import tar
-from helpers.tfrecord_files import write_tfrecords
 from helpers.tiny_images import CLASSES, encoded, write_classes
 from vitpar.data.shards.pack import pack
 from vitpar.data.shards.shard_set import ShardSet
@@ -23,40 +22,6 @@ def packed_images(folder, split):
     """Return the sorted (label, encoded image) pairs of a packed split."""
     shards = ShardSet.open(folder, split)
     return sorted((shards.label(i), shards.read(i)) for i in range(len(shards)))
-
-
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("first", [0, 1])
-def test_tfrecords_are_packed_unchanged(tmp_path, first, packed):
-    expected = write_tfrecords(tmp_path / "source", first, packed)
-    assert tuple(pack(tmp_path / "source", tmp_path / "packed", shard_samples=4).classes) == CLASSES
-    for split, images in expected.items():
-        assert packed_images(tmp_path / "packed", split) == images
-
-
-def test_tfrecord_classes_are_numbered_without_names(tmp_path):
-    write_tfrecords(tmp_path / "source", synsets=False)
-    assert open_source(tmp_path / "source").classes == ["0", "1", "2"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda data: data[:-3], "is no TFRecord file, or damaged or cut at byte"),
-        (lambda data: b"\xff" * 8 + data[8:], "damaged or cut at byte 0"),
-        (lambda data: data + b"\0", "damaged or cut at byte"),
-        (lambda data: data.replace(b"image/encoded", b"image/decoded"), "the record at byte 0 .* no feature"),
-        (lambda data: data.replace(b"class/label", b"class/lable"), "no feature 'image/class/label'"),
-        (lambda data: data[:12] + b"\xff" * (len(data) - 16) + data[-4:], "the record at byte 0 of .* cannot be used"),
-        (lambda data: b"", "TFRecords of 'train' in .* hold no images"),
-    ],
-)
-def test_bad_tfrecords_are_refused(tmp_path, change, message):
-    write_tfrecords(tmp_path / "source")
-    for path in (tmp_path / "source").glob("train-*"):
-        path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(DataError, match=message):
-        open_source(tmp_path / "source")
 
 
 def write_archive(path, files):

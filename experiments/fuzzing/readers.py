@@ -13,11 +13,10 @@ import pyarrow.parquet
 import torch
 import torch.distributed as dist
 
-from helpers.cifar_files import cifar_files
+from helpers.archives import cifar_files, tar, write_imagenet
 from helpers.foreign_weights import TIMM_CONFIG, as_transformers, saved, timm_state, transformers_config
 from helpers.galvatron_2022 import vit_huge_32, write_profiles
 from helpers.hostile_files import message_problem
-from helpers.imagenet_archives import tar, write_imagenet
 from helpers.paths import ROOT
 from helpers.run_folders import eval_row, event, start, train_row, write_run
 from helpers.streamed_shards import answering, write_shards

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.cifar_files import cifar_files
+from helpers.archives import cifar_files
 from helpers.hostile_files import write_tar
 from helpers.tiny_images import encoded
 from vitpar.data.classes import class_names, match_classes

@@ -107,13 +107,15 @@ def reading(path: str | Path) -> Iterator[None]:
 def using(words: str, remedy: str = "fetch it again") -> Iterator[None]:
     """Convert any error within the context to a DataError: damaged files make libraries raise nearly anything.
 
+    Panics of libraries in Rust are no Exceptions.
+
     words: beginning of the message, such as "'x.zip' is not a valid zip file".
     """
     try:
         yield
-    except DataError:
+    except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise DataError(f"{words} ({shown(error) or type(error).__name__}): {remedy}") from None
 
 

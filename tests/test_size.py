@@ -11,7 +11,7 @@ MOST = {
     "src/vitpar/bench": 601,
     "src/vitpar/check": 1_107,
     "src/vitpar/checkpoint": 945,
-    "src/vitpar/data": 7_159,
+    "src/vitpar/data": 7_149,
     "src/vitpar/kernels": 398,
     "src/vitpar/launch": 1_421,
     "src/vitpar/models": 7_984,

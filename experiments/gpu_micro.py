@@ -34,7 +34,7 @@ from bench.gpu_models import MODELS, batch_for
 from bench.harness import Report, parser
 from bench.one_gpu import SUSTAINED_S, bandwidth, block_layers, seconds_of
 from vitpar.models import ViTConfig, model_config
-from vitpar.models.packed_attention import attend_packed
+from vitpar.models.compiled import attend_packed
 
 LEAST_S = 0.08
 """Seconds that a row is measured for, at least."""

@@ -14,8 +14,8 @@ OF_IMAGES = ("short_side", "quality", "skip_damaged", "no_decode", "workers")
 OPTIONS: dict[str, str] = {
     "source": "A folder with train/CLASS/ and val/CLASS/, or with CLASS/ alone; a folder with ImageNet's archives "
     "(ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and the devkit), with train.zip, val.zip, train_map.txt "
-    "and val_map.txt, with TFRecords, or with Hugging Face's Parquet files; an archive of "
-    "CIFAR-10 or CIFAR-100; a CSV list with the columns path and label; or the word `digits`. "
+    "and val_map.txt, or with Hugging Face's Parquet files; an archive of CIFAR-10 or CIFAR-100; a CSV list with the "
+    "columns path and label; or the word `digits`. "
     "With --tokens: a .txt, .jsonl or .parquet file of text, or a folder of these.",
     "val_fraction": "Fraction of each class used as `val` if SRC has no val split; 0: none, runs do not evaluate.  "
     "\\[default: 0.2; text: 0.05]",

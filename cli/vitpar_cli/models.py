@@ -1,7 +1,6 @@
 """`vitpar models`: list the models, or show what one consists of."""
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,8 +10,7 @@ from rich.padding import Padding
 
 from vitpar.errors import ModelError
 from vitpar.models import ModelConfig, model_config
-from vitpar.models.catalog import ModelEntry, common_tp, entry, kinds, options, published
-from vitpar.models.families import FAMILIES
+from vitpar.models.families import FAMILIES, common_tp, kinds, options, published, size
 from vitpar.recipe.sections.input import ModelSection
 from vitpar.text import shown
 from vitpar_cli import recipe_options as o
@@ -46,22 +44,22 @@ def models(
     Example: vitpar models vit_base_patch16_224
     """
     known = name is not None and any(family.knows(name) for family in FAMILIES.values())
-    listed = [] if known else published(name or "")
+    listed = [] if known else [size(config) for config in published(name or "")]
     if name is not None and not listed:
         if not known and {*"*?["} & {*name}:
             raise ModelError(f"no published name has a part like '{shown(name)}': `vitpar models` lists all")
         _show_one(model_config(name), as_json)
         return
     if as_json:
-        typer.echo(json.dumps({"models": [asdict(one) for one in listed]}))
+        typer.echo(json.dumps({"models": listed}))
         return
     table, family = _table("model", "parameters", "GFLOPs", "tokens", "image"), ""
     for one in listed:
-        if family not in ("", one.family):
+        if family not in ("", one["family"]):
             table.add_section()
-        family = one.family
-        tokens = _tokens(one).replace(" to ", "-")  # the longest names leave no room for more
-        table.add_row(one.name, _millions(one.parameters), _giga(one.forward_flops), tokens, f"{one.image_size}")
+        family, numbers = one["family"], (_millions(one["parameters"]), _giga(one["forward_flops"]))
+        tokens = _span(*one["tokens"]).replace(" to ", "-")  # the longest names leave no room for more
+        table.add_row(one["name"], *numbers, tokens, f"{one['image_size']}")
     console = Console(highlight=False)
     console.print(table)
     console.print(f"{FORWARD}\nOther patch and image sizes of a family are names too: docs/models.md.")
@@ -71,33 +69,33 @@ def models(
 
 def _show_one(config: ModelConfig, as_json: bool) -> None:
     """Print the size of a model, its kinds of layers, and its options."""
-    size, layers, tp = entry(config), kinds(config), common_tp(config)
+    whole, layers, tp = size(config), kinds(config), common_tp(config)
     own = ModelSection.model_fields
     settings = [
         {"key": f"model.{'' if key in own else 'options.'}{key}", "value": getattr(config, key), "effect": effect}
         for key, effect in options(config).items()
     ]
     if as_json:
-        layers_json = [asdict(one) for one in layers]
-        typer.echo(json.dumps({**asdict(size), "tp": tp, "layers": layers_json, "options": settings}))
+        typer.echo(json.dumps({**whole, "tp": tp, "layers": layers, "options": settings}))
         return
     console = Console(highlight=False)
     facts = {
-        "model": f"{size.name}, family {size.family}",
-        "parameters": f"{size.parameters:,}",
-        "GFLOPs": _giga(size.forward_flops),
+        "model": f"{config.name}, family {config.FAMILY}",
+        "parameters": f"{config.parameters:,}",
+        "GFLOPs": _giga(whole["forward_flops"]),
         "takes": config.words[0] + (f", {config.channels} channels" if config.channels else ""),
         "gives": config.words[1],
-        "tokens": f"{_tokens(size)}, of {_span(*size.features)} features",
+        "tokens": f"{_span(*whole['tokens'])}, of {_span(*whole['features'])} features",
         "tp": f"{_degrees(tp)} divide all layers" if tp else "no degree divides all layers",
     }
     for word, fact in facts.items():
         console.print(f"{word:<12}{fact}", markup=False)
     table = _table("kind", "layers", "parameters", "GFLOPs", "gives", "tp")
     for kind in layers:
-        shape = f"{kind.tokens:,} x {kind.features:,}"
-        tp_words = "any" if kind.tp is None else _degrees(kind.tp) if kind.tp else "none"
-        table.add_row(kind.kind, kind.layers, _millions(kind.parameters), _giga(kind.forward_flops), shape, tp_words)
+        shape, degrees = f"{kind['tokens']:,} x {kind['features']:,}", kind["tp"]
+        tp_words = "any" if degrees is None else _degrees(degrees) if degrees else "none"
+        numbers = _millions(kind["parameters"]), _giga(kind["forward_flops"])
+        table.add_row(kind["kind"], kind["layers"], *numbers, shape, tp_words)
     table.columns[-1].justify = "left"
     console.print()
     console.print(table)
@@ -127,10 +125,6 @@ def _giga(flops: int) -> str:
 
 def _span(first: int, last: int) -> str:
     return f"{first:,}" if first == last else f"{first:,} to {last:,}"
-
-
-def _tokens(one: ModelEntry) -> str:
-    return _span(*one.tokens)
 
 
 def _degrees(degrees: tuple[int, ...]) -> str:

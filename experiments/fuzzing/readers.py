@@ -13,15 +13,13 @@ import pyarrow.parquet
 import torch
 import torch.distributed as dist
 
-from helpers.cifar_files import cifar_files
+from helpers.archives import cifar_files, tar, write_imagenet
 from helpers.foreign_weights import TIMM_CONFIG, as_transformers, saved, timm_state, transformers_config
 from helpers.galvatron_2022 import vit_huge_32, write_profiles
 from helpers.hostile_files import message_problem
-from helpers.imagenet_archives import tar, write_imagenet
 from helpers.paths import ROOT
 from helpers.run_folders import eval_row, event, start, train_row, write_run
 from helpers.streamed_shards import answering, write_shards
-from helpers.tfrecord_files import write_tfrecords
 from helpers.tiny_images import encoded, write_tree, write_zips
 from vitpar.checkpoint.folder import Checkpoint, Facts
 from vitpar.checkpoint.index import CONFIG, PLAN, RECIPE, STATE
@@ -268,7 +266,6 @@ READERS = {
     "shards": Reader(make_shards, read_shards),
     "http": Reader(make_answers, read_answer),
     "packed": Reader(make_packed, read_all, True),
-    "tfrecord": Reader(lambda home: write_tfrecords(home / "0"), read_source, True),
     "parquet": Reader(make_parquet, read_source),
     "zip": Reader(lambda home: write_zips(home / "0"), read_source, True),
     "list": Reader(make_lists, read_source),

@@ -38,7 +38,9 @@ def upload(source: Path, target: ObjectPath, progress: Progress | None = None) -
     Raises DataError if a file cannot be read or written.
     """
     files = {str(path.relative_to(source)): path for path in sorted(source.rglob("*")) if path.is_file()}
-    files = {name: path for name, path in files.items() if not _is_unfinished(name)}
+    for name in [*files]:
+        if any(part.startswith(".") or part.endswith((".partial", ".removed")) for part in PurePosixPath(name).parts):
+            del files[name]
     if not files:
         raise DataError(f"'{source}' has no files: name the folder of a data set, a run, a checkpoint or weights")
     try:
@@ -68,7 +70,14 @@ def download(source: ObjectPath, target: Path, progress: Progress | None = None)
         paths = {name: part / name for name in found}
         for folder in {path.parent for path in paths.values()}:
             folder.mkdir(parents=True, exist_ok=True)
-        _each(lambda name: _fetch(source / name, paths[name]), list(paths), progress)
+
+        def fetch(name: str) -> None:
+            with (source / name).open() as reader, paths[name].open("xb") as file:
+                shutil.copyfileobj(reader, file, _PIECE)
+                file.flush()
+                os.fsync(file.fileno())
+
+        _each(fetch, [list(paths)], progress)
         _verify(part, found)
         atomic.publish(target)
     except OSError as error:
@@ -128,10 +137,7 @@ def _upload(target: ObjectPath, files: dict[str, Path], progress: Progress | Non
         with files[name].open("rb") as file:
             (target / name).write(file)
 
-    ends = [name for name in files if _is_last(name)]
-    others = [name for name in files if not _is_last(name)]
-    _each(send, others, progress and (lambda done, _: progress(done, len(files))))
-    _each(send, ends, progress and (lambda done, _: progress(len(others) + done, len(files))))
+    _each(send, [[name for name in files if _is_last(name) is last] for last in (False, True)], progress)
 
 
 def _remove(target: ObjectPath, names: Iterable[str]) -> None:
@@ -140,25 +146,15 @@ def _remove(target: ObjectPath, names: Iterable[str]) -> None:
         (target / name).remove()
 
 
-def _each(work: Callable[[str], None], names: Sequence[str], progress: Progress | None) -> None:
-    """Call `work` for each name, several at once. Raises the first error, after those that have begun."""
+def _each(work: Callable[[str], None], groups: Sequence[Sequence[str]], progress: Progress | None) -> None:
+    """Call `work` for each name, several at once, group by group. Raises the first error when all begun calls end."""
+    done, total = 0, sum(map(len, groups))
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="vitpar-copy") as pool:
-        running = [pool.submit(work, name) for name in names]
-        try:
-            for done, future in enumerate(running, start=1):
-                future.result()
+        for names in groups:
+            for _ in pool.map(work, names):
+                done += 1
                 if progress:
-                    progress(done, len(names))
-        finally:
-            for future in running:
-                future.cancel()
-
-
-def _fetch(source: ObjectPath, target: Path) -> None:
-    with source.open() as reader, target.open("xb") as file:
-        shutil.copyfileobj(reader, file, _PIECE)
-        file.flush()
-        os.fsync(file.fileno())
+                    progress(done, total)
 
 
 def _verify(folder: Path, found: Iterable[str]) -> None:
@@ -179,10 +175,6 @@ def _verify(folder: Path, found: Iterable[str]) -> None:
 
 def _is_last(name: str) -> bool:
     return PurePosixPath(name).name in LAST
-
-
-def _is_unfinished(name: str) -> bool:
-    return any(part.startswith(".") or part.endswith((".partial", ".removed")) for part in PurePosixPath(name).parts)
 
 
 def _reason(error: OSError) -> str:

@@ -101,7 +101,8 @@ class ObjectPath:
     def stat(self) -> ObjectStat:
         """Return size and version of the object."""
         with self._errors() as obstore:
-            return _stat(obstore.head(self._store, self.key))
+            meta = obstore.head(self._store, self.key)
+        return ObjectStat(meta["size"], meta["e_tag"])
 
     def read_bytes(self, limit: int | None) -> bytes:
         """Return the content of the object, of at most `limit` bytes."""
@@ -130,7 +131,7 @@ class ObjectPath:
         with self._errors() as obstore:
             for page in obstore.list(self._store, prefix=self.key or None):
                 for meta in page:
-                    found[meta["path"].removeprefix(f"{self.key}/")] = _stat(meta)
+                    found[meta["path"].removeprefix(f"{self.key}/")] = ObjectStat(meta["size"], meta["e_tag"])
         return found
 
     def write(self, file: BinaryIO) -> None:
@@ -252,7 +253,3 @@ def _store(bucket: str, endpoint: str | None) -> S3Store:
         client_options={"timeout": silent, "connect_timeout": timedelta(seconds=10), "allow_http": plain},
         retry_config={"max_retries": 8, "retry_timeout": silent},
     )
-
-
-def _stat(meta: Any) -> ObjectStat:
-    return ObjectStat(meta["size"], meta["e_tag"])

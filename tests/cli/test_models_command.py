@@ -12,8 +12,7 @@ from helpers.command_line import run
 from helpers.paths import ROOT
 from vitpar import model_config, parse, validate
 from vitpar.errors import StrategyError
-from vitpar.models.catalog import common_tp, entry, kinds, options
-from vitpar.models.families import FAMILIES, SHIPPED
+from vitpar.models.families import FAMILIES, SHIPPED, common_tp, kinds, options, size
 from vitpar.models.layers import LayeredModel
 
 NAMES = ("vit_base_patch16_224", "swin_large_patch4_window12_384")
@@ -39,7 +38,7 @@ def test_list_and_models_fit_80_columns(printed: list[str]) -> None:
     assert "stage3   blocks.5-21" in printed[2]
     assert "model.window_size  12\n    Side of a window, in tokens." in printed[2]
     swin, some = ([one["name"] for one in json.loads(text)["models"]] for text in printed[3:5])
-    assert swin == list(FAMILIES["swin"].published())
+    assert swin == list(FAMILIES["swin"].PUBLISHED)
     assert some == ["vit_base_patch16_dinov3", "vit_base_patch16_dinov3_qkvb"]
     assert [line.split()[0] for line in printed[5].splitlines() if "vit_" in line] == ["vit_7b_patch16_dinov3"]
 
@@ -53,13 +52,13 @@ def test_sizes_are_those_of_the_built_model(name: str) -> None:
         model, images = LayeredModel(config).eval(), torch.empty(1, 3, config.image_size, config.image_size)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(images)
-    size = entry(config)
-    assert size.parameters == sum(p.numel() for p in model.parameters())
-    assert size.forward_flops == counter.get_total_flops()
-    layers = {kind.kind: kind for kind in kinds(config)}
+    whole = size(config)
+    assert whole["parameters"] == sum(p.numel() for p in model.parameters())
+    assert whole["forward_flops"] == counter.get_total_flops()
+    layers = {kind["kind"]: kind["parameters"] for kind in kinds(config)}
     assert {
         name: sum(p.numel() for p in model.layers()[layer.name].parameters()) for name, layer in config.kinds.items()
-    } == {name: kind.parameters for name, kind in layers.items()}
+    } == layers
 
 
 @pytest.mark.parametrize("name", ["vit_base_patch16_224", "swin_tiny_patch4_window7_224", "vit_huge_patch14_224"])

@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 
 from bench.photographs import photograph
+from helpers.small_data import first
+from helpers.tiny_images import saved
 from vitpar.data import device_decoding as decoding
 from vitpar.data.images import opened
 from vitpar.data.loader import TrainLoader
@@ -57,9 +59,7 @@ def decoder(monkeypatch):
 
 def file(number, kind="JPEG", mode="RGB", **options):
     """Return a part of a photograph as an encoded file."""
-    made = io.BytesIO()
-    Image.fromarray(PHOTO[number : 120 + 5 * number, 3 * number : 200]).convert(mode).save(made, kind, **options)
-    return made.getvalue()
+    return saved(Image.fromarray(PHOTO[number : 120 + 5 * number, 3 * number : 200]).convert(mode), kind, **options)
 
 
 OTHERS = {
@@ -86,8 +86,7 @@ def packed(tmp_path_factory):
 def batches(packed, transform, **settings):
     shards = ShardSet.open(packed, "train")
     loader = TrainLoader(shards, transform, order=SampleOrder(0, len(shards)), batch_size=16, **settings)
-    filled = iter(loader)
-    return [next(filled) for _ in range(2)], loader
+    return first(loader, 2), loader
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,7 +1,6 @@
 """Images, shards, indexes and streams made to run code, or to train on damaged data."""
 
 import gzip
-import io
 import os
 import re
 import struct
@@ -18,7 +17,7 @@ from PIL import Image
 from helpers.hostile_files import accepted, header, jpeg, pax, streamed, tar_member, write_tar
 from helpers.hostile_pieces import PIECES, WORDS
 from helpers.streamed_shards import answering, write_shards
-from helpers.tiny_images import encoded, write_tree
+from helpers.tiny_images import encoded, saved, write_tree
 from vitpar.data import images as images_module
 from vitpar.data.images import BadImage, decode
 from vitpar.data.loader import TrainLoader
@@ -171,10 +170,8 @@ def test_ghostscript_never_runs(tmp_path: Path, ghostscript: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["EPS", "PDF", "ICO", "PPM", "TGA", "PCX", "DDS", "SGI"])
 def test_unsupported_formats_are_refused(kind: str) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (16, 16)).save(file, kind)
     with pytest.raises(BadImage, match="image format is unknown"):
-        decode(file.getvalue())
+        decode(saved(Image.new("RGB", (16, 16)), kind))
 
 
 def test_image_claiming_too_many_pixels_is_refused() -> None:

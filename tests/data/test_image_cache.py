@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from helpers.small_data import damage
+from helpers.small_data import damage, first
 from helpers.small_data import pack_small as packed_small
 from vitpar.data.cache import ImageCache, decoded_bytes
 from vitpar.data.images import decode
@@ -37,12 +37,7 @@ def counted(shards: ShardSet) -> list[int]:
 def batches(shards: ShardSet, steps: int, **settings: object) -> list[Batch]:
     """Return the first batches of 7 of a training."""
     loader = TrainLoader(shards, TRAIN, order=SampleOrder(3, len(shards)), batch_size=7, **settings)  # type: ignore[arg-type]
-    found = []
-    for batch in loader:
-        found.append(batch)
-        if len(found) == steps:
-            return found
-    raise AssertionError("batches ended")
+    return first(loader, steps)
 
 
 def assert_same(cached: list[Batch], plain: list[Batch], rows: slice = slice(None)) -> None:
@@ -77,8 +72,8 @@ def test_ranks_of_a_machine_share_what_they_decode(packed: Path) -> None:
     """In the second epoch, each of three ranks reads nothing, although the others decoded most of its images."""
     train = ShardSet.open(packed, "train")
     plain, read = batches(train, 9), counted(train)
-    first = ImageCache([21], ROOM)
-    ranks = [first, *(ImageCache([21], ROOM, first.path) for _ in range(2))]
+    whole = ImageCache([21], ROOM)
+    ranks = [whole, *(ImageCache([21], ROOM, whole.path) for _ in range(2))]
     parts = [range(0, 3), range(3, 5), range(5, 7)]
     for rows, cache in zip(parts, ranks, strict=True):
         mine = batches(train, 3, cache=cache.part(0), rows=rows)
@@ -127,8 +122,8 @@ def image(i: int, side: int = 40) -> NDArray[np.uint8]:
 
 def test_threads_and_ranks_that_store_at_once_do_not_overwrite_each_other() -> None:
     """Four ranks with two threads each store the same 300 images of many sizes, in different orders."""
-    first = ImageCache([300], 600_000)
-    ranks = [first, *(ImageCache([300], 600_000, first.path) for _ in range(3))]
+    whole = ImageCache([300], 600_000)
+    ranks = [whole, *(ImageCache([300], 600_000, whole.path) for _ in range(3))]
     wrong: list[int] = []
     begin = threading.Barrier(8)
 
@@ -146,10 +141,10 @@ def test_threads_and_ranks_that_store_at_once_do_not_overwrite_each_other() -> N
         thread.start()
     for thread in threads:
         thread.join()
-    held = [i for i in range(300) if first.get(i) is not None]
+    held = [i for i in range(300) if whole.get(i) is not None]
     assert not wrong and len(held) > 200
     assert all(np.array_equal(ranks[2].get(i), image(i)) for i in held)
-    assert first.stored == sum(-(-image(i).nbytes // 256) * 256 for i in held), "each is stored once"
+    assert whole.stored == sum(-(-image(i).nbytes // 256) * 256 for i in held), "each is stored once"
 
 
 def test_images_longer_than_an_entry_can_say_are_not_cached() -> None:
@@ -162,8 +157,6 @@ def test_images_longer_than_an_entry_can_say_are_not_cached() -> None:
 
 def test_memory_is_taken_as_images_are_stored_and_returned_with_the_cache() -> None:
     cache = ImageCache([4], 1 << 34)
-    assert cache.path is not None
-
     path = cache.path
 
     def used() -> int:
@@ -180,7 +173,6 @@ def test_memory_is_taken_as_images_are_stored_and_returned_with_the_cache() -> N
 def test_storing_waits_for_other_ranks() -> None:
     cache = ImageCache([2], ROOM)
     cache.put(0, image(0))
-    assert cache.path is not None
     with Path(cache.path).open("r+b") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         storing = threading.Thread(target=cache.put, args=(1, image(1)))
@@ -234,12 +226,3 @@ def test_without_memory_images_are_decoded_as_before(packed: Path, monkeypatch: 
     monkeypatch.setattr(os, "pwrite", fails)
     assert_same(batches(train, 6, cache=cache.part(0)), batches(train, 6))
     assert [i for i in range(21) if cache.get(i) is not None] == [3]
-
-
-def test_one_rank_needs_no_file(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "memfd_create")  # as outside Linux
-    train = ShardSet.open(packed, "train")
-    cache = ImageCache([21], ROOM)
-    assert cache.path is None
-    assert_same(batches(train, 6, cache=cache.part(0), workers=3), batches(train, 6))
-    assert all(np.array_equal(cache.get(i), decode(train.read(i))) for i in range(21))  # type: ignore[arg-type]

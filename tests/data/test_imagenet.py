@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from helpers.archives import GROUP, SYNSETS, VAL, VAL_ORDER, meta, tar, write_imagenet, write_kit
 from helpers.command_line import run
-from helpers.imagenet_archives import GROUP, SYNSETS, VAL, VAL_ORDER, meta, tar, write_imagenet, write_kit
 from helpers.tiny_images import encoded
 from vitpar.data.shards.index import index
 from vitpar.data.shards.shard_set import ShardSet

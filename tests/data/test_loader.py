@@ -1,5 +1,6 @@
 """Data loader: the same global order and pixels under every plan, and handling of bad samples."""
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -9,12 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.tiny_images import write_tree
+from helpers.small_data import first
 from vitpar.data.images import decode
 from vitpar.data.loader import EvalLoader
 from vitpar.data.loader import TrainLoader as Loader
 from vitpar.data.randomness import SampleOrder, hash_numbers
-from vitpar.data.shards.pack import pack
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
@@ -35,15 +35,14 @@ def val(packed):
 
 
 @pytest.fixture
-def damaged(tmp_path):
-    """Pack data, then damage training samples 4 and 11 and validation sample 2."""
-    write_tree(tmp_path / "source")
-    pack(tmp_path / "source", tmp_path / "packed", shard_samples=8)
+def damaged(packed, tmp_path):
+    """Copy the data, and damage training samples 4 and 11 and validation sample 2."""
+    folder = shutil.copytree(packed, tmp_path / "packed")
     for split, i in (("train", 4), ("train", 11), ("val", 2)):
-        shards = ShardSet.open(tmp_path / "packed", split)
-        path, data = tmp_path / "packed" / shards.name(i).split("/")[0], shards.read(i)
+        shards = ShardSet.open(folder, split)
+        path, data = folder / shards.name(i).split("/")[0], shards.read(i)
         path.write_bytes(path.read_bytes().replace(data, data[:20] + b"\0" * (len(data) - 20)))
-    return tmp_path / "packed"
+    return folder
 
 
 def TrainLoader(shards, transform, *, seed=0, **settings):
@@ -51,17 +50,9 @@ def TrainLoader(shards, transform, *, seed=0, **settings):
     return Loader(shards, transform, order=SampleOrder(seed, len(shards)), **settings)
 
 
-def take(loader, count):
-    """Return the first `count` batches."""
-    batches = iter(loader)
-    found = [next(batches) for _ in range(count)]
-    batches.close()
-    return found
-
-
 def joined(loaders, steps, field):
     """Return `field` of the first `steps` global batches, concatenated from the loaders of all ranks."""
-    parts = [[getattr(batch, field) for batch in take(loader, steps)] for loader in loaders]
+    parts = [[getattr(batch, field) for batch in first(loader, steps)] for loader in loaders]
     return torch.cat([torch.cat(ranks) for ranks in zip(*parts, strict=True)])
 
 
@@ -69,10 +60,10 @@ def joined(loaders, steps, field):
 def test_order_and_pixels_do_not_depend_on_the_plan(train, parts, workers):
     """Losses of different plans are comparable only if every sample is the same in each of them."""
     steps = 8  # 48 samples: more than two epochs, one of them ending inside a batch
-    alone = take(TrainLoader(train, TRAIN, batch_size=6, seed=1, workers=0), steps)
+    alone = first(TrainLoader(train, TRAIN, batch_size=6, seed=1, workers=0), steps)
     for part in range(parts):
         rows = list(range(part, 6, parts))
-        here = take(TrainLoader(train, TRAIN, batch_size=6, rows=rows, seed=1, workers=workers), steps)
+        here = first(TrainLoader(train, TRAIN, batch_size=6, rows=rows, seed=1, workers=workers), steps)
         for a, b in zip(alone, here, strict=True):
             assert torch.equal(a.images[rows], b.images)
             assert torch.equal(a.labels, b.labels) and torch.equal(a.keys, b.keys)
@@ -125,8 +116,8 @@ def test_views_are_crops_of_one_decoded_image(train, monkeypatch, device, worker
 
 
 def test_start_continues_where_another_loader_stopped(train):
-    whole = take(TrainLoader(train, TRAIN, batch_size=4), 9)
-    rest = take(TrainLoader(train, TRAIN, batch_size=4, start=20), 4)
+    whole = first(TrainLoader(train, TRAIN, batch_size=4), 9)
+    rest = first(TrainLoader(train, TRAIN, batch_size=4, start=20), 4)
     for a, b in zip(whole[5:], rest, strict=True):
         assert torch.equal(a.images, b.images) and torch.equal(a.keys, b.keys)
         assert (a.samples, a.epoch) == (b.samples, b.epoch)
@@ -136,11 +127,11 @@ def test_start_continues_where_another_loader_stopped(train):
 def test_ranks_without_images_open_no_shard(packed, monkeypatch):
     """Ranks that take no images, such as later pipeline stages, need only labels and keys."""
     train, val = ShardSet.open(packed, "train"), ShardSet.open(packed, "val")
-    full = take(TrainLoader(train, TRAIN, batch_size=6), 5)
+    full = first(TrainLoader(train, TRAIN, batch_size=6), 5)
     full_eval = list(EvalLoader(val, EVAL, batch_size=4))
     monkeypatch.setattr(ShardSet, "read", lambda self, i: pytest.fail("a shard was read"))
     monkeypatch.setattr("os.open", lambda *args: pytest.fail("a file was opened"))
-    for a, b in zip(full, take(TrainLoader(train, TRAIN, batch_size=6, rows=()), 5), strict=True):
+    for a, b in zip(full, first(TrainLoader(train, TRAIN, batch_size=6, rows=()), 5), strict=True):
         assert b.images is None and torch.equal(a.labels, b.labels) and torch.equal(a.keys, b.keys)
     for a, b in zip(full_eval, EvalLoader(val, EVAL, batch_size=4, rows=()), strict=True):
         assert b.images is None and torch.equal(a.labels, b.labels)
@@ -168,7 +159,7 @@ def test_bad_sample_error_names_the_sample(damaged, workers):
     shards = ShardSet.open(damaged, "train")
     message = r"sample 'train-00000[01].tar/000000(04|11)' of '.*packed': its checksum differs from the index"
     with pytest.raises(DataError, match=message):
-        take(TrainLoader(shards, TRAIN, batch_size=21, workers=workers), 1)
+        first(TrainLoader(shards, TRAIN, batch_size=21, workers=workers), 1)
     assert not decoding_threads()
 
 
@@ -176,7 +167,7 @@ def test_bad_sample_error_names_the_sample(damaged, workers):
 def test_skipped_bad_sample_is_counted_and_named(damaged, workers):
     shards = ShardSet.open(damaged, "train")
     loader = TrainLoader(shards, TRAIN, batch_size=7, workers=workers, bad_sample="skip")
-    batches = take(loader, 6)
+    batches = first(loader, 6)
     problems = "; ".join(loader.skipped.problems)
     assert loader.skipped.times == 4 and len(loader.skipped.problems) == 2, "two images, met twice each"
     assert shards.name(4) in problems and shards.name(11) in problems and "its checksum differs" in problems
@@ -198,7 +189,7 @@ def test_missing_shard_is_never_skipped(damaged, workers):
     for path in damaged.glob("*.tar"):
         path.unlink()
     with pytest.raises(DataError, match=r"^shard '.*tar' is missing: restore it"):
-        take(TrainLoader(shards, TRAIN, batch_size=7, workers=workers, bad_sample="skip"), 1)
+        first(TrainLoader(shards, TRAIN, batch_size=7, workers=workers, bad_sample="skip"), 1)
 
 
 def decoding_threads():

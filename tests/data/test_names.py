@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from helpers.cifar_files import cifar_files
+from helpers.archives import cifar_files
 from helpers.hostile_files import write_tar
-from helpers.tfrecord_files import example, record
 from helpers.tiny_images import encoded
 from vitpar.data.classes import class_names, match_classes
 from vitpar.data.shards.index import Labels, index
@@ -100,13 +99,6 @@ def parquet(folder: Path, names: Sequence[str], encode: Encode) -> Sequence[str]
     return open_source(folder).classes
 
 
-def tfrecord(folder: Path, names: Sequence[str], encode: Encode) -> Sequence[str]:
-    labelled = [(label, encode(name)) for label, name in enumerate(names)] * 2
-    records = [record(example(encoded(i), label, name)) for i, (label, name) in enumerate(labelled)]
-    (folder / "train-00000-of-00001").write_bytes(b"".join(records))
-    return open_source(folder).classes
-
-
 def zip_classes(folder: Path, names: Sequence[str], encode: Encode) -> Sequence[str]:
     _write_zips(folder, [f"{i}.png\t{i}" for i in range(3)], str.encode)
     (folder / "classes.txt").write_bytes(encode("\n".join([*names, ""])))
@@ -160,7 +152,6 @@ SOURCES: dict[Source, dict[str, str | None]] = {
     json_members: LABELS,
     classes_option: {},
     parquet: {},
-    tfrecord: {},
     zip_classes: {},
     # Places of images, which are not names of classes.
     zip_map: {"nfd": None, "blank": None, "repeated": None, "control": None},

@@ -18,7 +18,9 @@ import pytest
 import torch
 from webdataset import TarWriter
 
-from helpers.streamed_shards import png, served, write_shards
+from helpers.small_data import first
+from helpers.streamed_shards import served, write_shards
+from helpers.tiny_images import saved
 from vitpar.data.shards.index import Labels
 from vitpar.data.stream import urls
 from vitpar.data.stream.loader import StreamLoader
@@ -58,10 +60,7 @@ def whole(address: str, **settings: Any) -> StreamSet:
 
 def loaded(data: StreamSet, batches: int, *, batch_size: int = 4, seed: int = 0, **settings: Any) -> list[Any]:
     """Return the first training batches."""
-    made = iter(StreamLoader(data, TRAIN, batch_size=batch_size, seed=seed, **settings))
-    found = list(islice(made, batches))
-    made.close()
-    return found
+    return first(StreamLoader(data, TRAIN, batch_size=batch_size, seed=seed, **settings), batches)
 
 
 def labels_of(batches: list[Any]) -> list[int]:
@@ -183,7 +182,7 @@ def test_evaluation_has_every_sample_once_even_with_few_shards(address: str, par
 def test_labels_are_read_from_json(tmp_path: Path) -> None:
     with TarWriter(str(tmp_path / "a.tar")) as writer:
         for label in range(3):
-            sample = {"png": png(np.full((8, 8, 3), label)), "json": {"class": label}, "npy": np.zeros(4)}
+            sample = {"png": saved(np.full((8, 8, 3), label)), "json": {"class": label}, "npy": np.zeros(4)}
             writer.write({"__key__": f"x/{label}", **sample})
     data = stream(str(tmp_path / "a.tar"), labels=Labels.parse("json:class"))
     assert sorted(labels_of(loaded(data, 1, batch_size=3))) == [0, 1, 2]
@@ -339,7 +338,7 @@ def test_closing_stops_a_reader_that_waits(folder: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_sample_fails_by_name_or_is_skipped_and_counted(tmp_path: Path, workers: int) -> None:
-    good = png(np.zeros((8, 8, 3)))
+    good = saved(np.zeros((8, 8, 3)))
     members = {
         "good": {"png": good, "cls": b"1"},
         "bad": {"png": good[:40], "cls": b"1"},

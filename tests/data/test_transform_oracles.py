@@ -15,7 +15,7 @@ from helpers.oracles import timm, torchvision
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms import CropMode, Interpolation
 from vitpar.data.transforms.batch import Normalize
-from vitpar.data.transforms.choices import draw_changes, draw_crops
+from vitpar.data.transforms.drawn import draw_changes, draw_crops
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 
 pytestmark = pytest.mark.usefixtures("seeded")

@@ -9,7 +9,7 @@ import simplejpeg
 import torch
 from PIL import Image, ImageOps
 
-from helpers.tiny_images import encoded
+from helpers.tiny_images import encoded, saved
 from vitpar.data.images import BadImage, decode, image_size, image_type
 from vitpar.data.randomness import Draws, sample_keys
 from vitpar.data.shards.pack import Reencode
@@ -22,12 +22,6 @@ def smooth(height, width):
     """Return a smooth uint8 image [height, width, 3], which resizing changes little."""
     y, x = np.mgrid[0:height, 0:width]
     return np.stack([255 * y / height, 255 * x / width, 127 + 0 * x], axis=2).astype(np.uint8)
-
-
-def saved(image, kind, **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "1", "LA"])
@@ -74,23 +68,19 @@ def test_harmless_jpeg_flaws_are_accepted():
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(kind, orientation):
     """Images and their reencoded copies are rotated as Pillow rotates them."""
-    image, file = Image.fromarray(smooth(60, 40)), io.BytesIO()
-    exif = image.getexif()
-    exif[0x0112] = orientation
-    image.save(file, kind, exif=exif, **({"quality": 100, "subsampling": 0} if kind == "JPEG" else {}))
-    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))).convert("RGB")).astype(int)
-    found = decode(file.getvalue())
+    (exif := Image.Exif())[0x0112] = orientation
+    data = saved(smooth(60, 40), kind, exif=exif, **({"quality": 100, "subsampling": 0} if kind == "JPEG" else {}))
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")).astype(int)
+    found = decode(data)
     assert found.shape == expected.shape and np.abs(found - expected).max() <= 2
-    small = decode(Reencode(20, quality=100)(file.getvalue()))
+    small = decode(Reencode(20, quality=100)(data))
     assert small.shape == ((30, 20, 3) if orientation < 5 else (20, 30, 3))
     resized = np.asarray(Image.fromarray(expected.astype(np.uint8)).resize(small.shape[1::-1])).astype(int)
     assert np.abs(small - resized).mean() < 4
 
 
 def test_image_with_damaged_exif_is_decoded():
-    file = io.BytesIO()
-    Image.fromarray(smooth(20, 10)).save(file, "JPEG", exif=b"Exif\0\0rubbish that is no TIFF")
-    assert decode(file.getvalue()).shape == (20, 10, 3)
+    assert decode(saved(smooth(20, 10), "JPEG", exif=b"Exif\0\0rubbish that is no TIFF")).shape == (20, 10, 3)
 
 
 def test_pillow_decodes_jpegs_without_simplejpeg(monkeypatch):

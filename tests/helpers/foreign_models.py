@@ -63,10 +63,9 @@ def transformers_model(kind: str, teacher: bool = False, **changed: Any) -> nn.M
     return classes[teacher](transformers.DeiTConfig(**sizes)).eval()
 
 
-def timm_swin(config: SwinConfig) -> nn.Module:
-    """Return timm's Swin Transformer with random values of every parameter, in evaluation mode."""
-    torch.manual_seed(0)
-    model = timm.models.swin_transformer.SwinTransformer(
+def new_timm_swin(config: SwinConfig) -> nn.Module:
+    """Return timm's Swin Transformer with its initial values."""
+    model: nn.Module = timm.models.swin_transformer.SwinTransformer(
         img_size=config.image_size,
         patch_size=config.patch_size,
         in_chans=config.channels,
@@ -78,7 +77,13 @@ def timm_swin(config: SwinConfig) -> nn.Module:
         mlp_ratio=config.mlp_ratio,
         drop_path_rate=config.drop_path,
     )
-    return randomised(model)
+    return model
+
+
+def timm_swin(config: SwinConfig) -> nn.Module:
+    """Return timm's Swin Transformer with random values of every parameter, in evaluation mode."""
+    torch.manual_seed(0)
+    return randomised(new_timm_swin(config))
 
 
 @torch.no_grad()

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from helpers.cifar_files import cifar_files
+from helpers.archives import cifar_files, write_imagenet
 from helpers.command_line import run
 from helpers.foreign_weights import as_transformers, saved, timm_state, transformers_config
 from helpers.galvatron_2022 import write_profiles
 from helpers.galvatron_files import LAYERWISE
 from helpers.galvatron_models import write_shipped_profile
 from helpers.hub_server import Hub, serving
-from helpers.imagenet_archives import write_imagenet
 from helpers.paths import ROOT
 from helpers.small_data import pack_small
 from helpers.streamed_shards import write_shards

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
+from helpers.tiny_images import saved
 from vitpar.data.shards.index import Labels
 from vitpar.data.stream.loader import StreamLoader
 from vitpar.data.stream.stream_set import StreamSet
@@ -62,10 +62,8 @@ def pax(record: bytes, kind: bytes = b"x") -> bytes:
 
 
 def jpeg(width: int, height: int) -> bytes:
-    file = io.BytesIO()
     gradient = np.linspace(0, 255, width, dtype=np.uint8)
-    Image.fromarray(np.stack([np.tile(gradient, (height, 1))] * 3, -1)).save(file, "JPEG", quality=95)
-    return file.getvalue()
+    return saved(np.stack([np.tile(gradient, (height, 1))] * 3, -1), "JPEG", quality=95)
 
 
 def streamed(*paths: Path | str, label: str = "cls", bad_sample: str = "fail") -> list[int]:

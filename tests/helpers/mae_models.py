@@ -1,15 +1,12 @@
 """A small masked autoencoder, its twin in transformers, and its recipe to check plans with."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from helpers.converted import converted
 from helpers.oracles import transformers
 from vitpar import model_config
-from vitpar.models.layers import LayeredModel
 from vitpar.models.mae.config import MAEConfig
 
 SIZES: dict[str, Any] = {
@@ -68,15 +65,3 @@ def fixed_positions(config: MAEConfig, width: int) -> Tensor:
     build = transformers.models.vit_mae.modeling_vit_mae.build_2d_sinusoidal_position_embedding
     rows, columns = build(side, side, width, cls_token=True).chunk(2, dim=-1)
     return torch.cat([columns, rows], dim=-1)[None]
-
-
-@torch.no_grad()
-def filled(config: MAEConfig, state: Mapping[str, Tensor]) -> LayeredModel:
-    """Return a model in float64 with the parameters of transformers' `state`."""
-    model, values = LayeredModel(config).double(), converted(state, config)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(values.pop(name))
-    assert not values
-    for layer in model.layers().values():
-        layer.reset_buffers()
-    return model

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from helpers.interpreted import run
 from vitpar.kernels.attention import STEP, TILE, backward, forward
 from vitpar.models import model_config
-from vitpar.models.packed_attention import use_packed_attention
+from vitpar.models.compiled import use_packed_attention
 from vitpar.models.vit.attention import Attention
 
 SHAPES = {

@@ -1,15 +1,17 @@
 """A packed data set of tiny images in seven classes: 35 to train and 17 to validate, so last batches are incomplete."""
 
 import hashlib
-import io
 import json
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image
 
+from helpers.tiny_images import saved
 from vitpar.data.shards.pack import pack
 from vitpar.data.shards.shard_set import ShardSet
 
@@ -24,13 +26,17 @@ def pack_small(folder: Path, *, val: bool = True) -> Path:
     labels = {"train": np.repeat(np.arange(CLASSES), TRAIN)} | ({"val": np.arange(VAL) % CLASSES} if val else {})
     for split, numbers in labels.items():
         for i, label in enumerate(numbers):
-            file = io.BytesIO()
-            Image.fromarray(draw.integers(0, 256, (10, 10, 3), dtype=np.uint8)).save(file, "PNG")
             path = folder / "source" / split / f"class{label}" / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(file.getvalue())
+            path.write_bytes(saved(draw.integers(0, 256, (10, 10, 3), dtype=np.uint8)))
     pack(folder / "source", folder / "packed", shard_samples=12, val_fraction=None if val else 0)
     return folder / "packed"
+
+
+def first(loader: Iterable[Any], count: int) -> list[Any]:
+    """Return the first batches of a loader, whose threads then end."""
+    with closing(iter(loader)) as batches:  # type: ignore[type-var]
+        return list(islice(batches, count))
 
 
 def damage(data: Path, split: str, sample: int) -> str:

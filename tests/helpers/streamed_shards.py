@@ -1,7 +1,6 @@
 """Small tar shards of known samples, and a web server for them."""
 
 import functools
-import io
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -10,16 +9,11 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 from webdataset import TarWriter
 
+from helpers.tiny_images import saved
+
 SIDE = 10
-
-
-def png(pixels: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
-    return file.getvalue()
 
 
 def write_shards(folder: Path, split: str, sizes: Sequence[int], classes: int | None = None) -> int:
@@ -38,7 +32,7 @@ def write_shards(folder: Path, split: str, sizes: Sequence[int], classes: int | 
                 pixels = draws.integers(0, 256, (SIDE, SIDE, 3)) if classes is None else np.zeros((SIDE, SIDE, 3))
                 if classes is not None:
                     pixels += brightness(label, classes)
-                writer.write({"__key__": f"{number:04d}", "png": png(pixels), "cls": str(label).encode()})
+                writer.write({"__key__": f"{number:04d}", "png": saved(pixels), "cls": str(label).encode()})
                 number += 1
     return number
 

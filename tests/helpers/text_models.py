@@ -1,6 +1,5 @@
 """Small BERTs and T5s, their twins in transformers, and samples with padding."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,6 @@ from helpers.oracles import transformers
 from vitpar.models import model_config
 from vitpar.models.bert.config import BertConfig
 from vitpar.models.config import IGNORED
-from vitpar.models.layers import Layer, LayeredModel
 from vitpar.models.t5.config import T5Config
 from vitpar.parallel.vocabulary import VocabularyPart, token_losses
 
@@ -84,19 +82,6 @@ def twin(config: TextModel) -> nn.Module:
 def exact_norm(self: Any, x: Tensor) -> Tensor:
     """Compute transformers' ``T5LayerNorm`` in the type of `x`: its own computes the variance in float32."""
     return self.weight * x * (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
-
-
-@torch.no_grad()
-def filled(config: TextModel, state: Mapping[str, Tensor], dtype: torch.dtype) -> LayeredModel:
-    """Return a model in evaluation mode whose shared parameters are one, with the parameters `state`."""
-    model = LayeredModel(config).to(dtype).eval()
-    model.tie()
-    for name, parameter in model.named_parameters():
-        parameter.copy_(state[name])
-    for module in model.modules():
-        if isinstance(module, Layer):
-            module.reset_buffers()
-    return model
 
 
 def sample(config: TextModel, batch: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor], Tensor]:

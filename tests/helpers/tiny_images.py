@@ -3,6 +3,7 @@
 import io
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -10,15 +11,20 @@ from PIL import Image
 CLASSES = ("ant", "bee", "cat")
 
 
+def saved(image: np.ndarray | Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    """Return an image, or pixels as uint8, as an encoded file. options: those of Pillow."""
+    file = io.BytesIO()
+    made = image if isinstance(image, Image.Image) else Image.fromarray(image.astype(np.uint8))
+    made.save(file, kind, **options)
+    return file.getvalue()
+
+
 def encoded(number: int, kind: str = "PNG", size: tuple[int, int] = (12, 10)) -> bytes:
     """Return image `number`, made of random pixels, as an encoded file.
 
     size: (width, height)
     """
-    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, kind)
-    return file.getvalue()
+    return saved(np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8), kind)
 
 
 def write_classes(folder: Path, per_class: int, first: int = 0) -> dict[bytes, int]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helpers.converted import filled
 from helpers.dino_models import dino
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms.operations import CHANGES
@@ -18,7 +19,6 @@ from vitpar.errors import ModelError
 from vitpar.models import model_config
 from vitpar.models.dino.config import DINOConfig
 from vitpar.models.families import config_from_json, config_to_json
-from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.models.lora import adapted
 from vitpar.tasks.block_masks import block_masks
@@ -45,9 +45,7 @@ def test_adapters_have_the_rate_of_what_they_adapt() -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_are_those_of_the_backbone_on_each_crop(case: str) -> None:
     config = dino(**CASES[case])
-    model = LayeredModel(config).double().eval()
-    initialise(model, 0, config)
-    model.double()
+    model = filled(config, dtype=torch.float64)
     masks = torch.from_numpy(block_masks(KEYS.numpy(), range(5), 4))
     assert masks.any() and not masks.all()
     pixels = torch.randn(5, *config.input.shape).double()

@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from helpers.converted import converted
+from helpers.distributions import distance
+from helpers.foreign_models import new_timm_swin
 from helpers.oracles import timm
 from helpers.plans import EVERYTHING
 from vitpar import ViTConfig, model_config
 from vitpar.models import initial
 from vitpar.models.initial import initial_value, initial_values, initialise, seeding_name
 from vitpar.models.layers import LayeredModel
+from vitpar.models.swin.config import SwinConfig
 
 SIZES = {"image_size": 8, "patch_size": 4, "embed_dim": 192, "depth": 1, "num_heads": 3, "num_classes": 20}
 SEEDS = 12
@@ -28,8 +31,10 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def timms(scheme: str, config: ViTConfig) -> nn.Module:
+def timms(config: ViTConfig | SwinConfig) -> nn.Module:
     """Return timm's model of this configuration, with timm's initialisation."""
+    if isinstance(config, SwinConfig):
+        return new_timm_swin(config)
     options = {
         "img_size": config.image_size,
         "patch_size": config.patch_size,
@@ -39,7 +44,7 @@ def timms(scheme: str, config: ViTConfig) -> nn.Module:
         "num_heads": config.num_heads,
         "qk_norm": config.qk_norm,
         "init_values": config.layer_scale,
-        "weight_init": TIMM[scheme],
+        "weight_init": TIMM[config.init],
     }
     if config.distillation:
         return timm.models.deit.VisionTransformerDistilled(**options)
@@ -52,18 +57,18 @@ def timms(scheme: str, config: ViTConfig) -> nn.Module:
     )
 
 
-def drawn_by_timm(scheme: str, config: ViTConfig) -> dict[str, Tensor]:
+def drawn_by_timm(config: ViTConfig | SwinConfig) -> dict[str, Tensor]:
     """Return timm's values of each parameter over several seeds, by vitpar's names."""
     found: dict[str, list[Tensor]] = {}
     for seed in range(SEEDS):
         torch.manual_seed(seed)
-        state = {name: p.detach() for name, p in timms(scheme, config).named_parameters()}
+        state = {name: p.detach() for name, p in timms(config).named_parameters()}
         for name, value in converted(state, config).items():
             found.setdefault(name, []).append(value.flatten())
     return {name: torch.cat(values)[:SAMPLES].double() for name, values in found.items()}
 
 
-def drawn_by_us(config: ViTConfig) -> dict[str, Tensor]:
+def drawn_by_us(config: ViTConfig | SwinConfig) -> dict[str, Tensor]:
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in LayeredModel(config).named_parameters()}
     found = {}
@@ -72,13 +77,6 @@ def drawn_by_us(config: ViTConfig) -> dict[str, Tensor]:
         values = [initial_value(name, shape, seed, config).flatten() for seed in seeds]
         found[name] = torch.cat(values)[:SAMPLES].double()
     return found
-
-
-def kolmogorov_smirnov(a: Tensor, b: Tensor) -> float:
-    """Return the largest distance between the distribution functions of two samples."""
-    places = torch.cat([a, b])
-    below = [torch.searchsorted(x.sort().values, places, right=True) / x.numel() for x in (a, b)]
-    return (below[0] - below[1]).abs().max().item()
 
 
 def difference(ours: Tensor, theirs: Tensor) -> str | None:
@@ -94,13 +92,12 @@ def difference(ours: Tensor, theirs: Tensor) -> str | None:
     # Compare the extremes of bounded distributions (uniform, truncated normal); those of a normal differ by chance.
     if max(bounds) < 2.5 * std and abs(bounds[0] / bounds[1] - 1) > 20 / n:
         return f"largest {bounds[0]} and {bounds[1]}"
-    distance = kolmogorov_smirnov(ours, theirs)
-    return f"distance {distance}" if distance > 2.7 * (2 / n) ** 0.5 else None  # by chance once in a million times
+    found = distance(ours, theirs)
+    return f"distance {found}" if found > 2.7 * (2 / n) ** 0.5 else None  # by chance once in a million times
 
 
-def differences(scheme: str, options: dict[str, Any]) -> dict[str, str]:
-    config = model_config("vit_custom", **{**SIZES, **options, "init": scheme})
-    ours, theirs = drawn_by_us(config), drawn_by_timm(scheme, config)
+def differences(config: ViTConfig | SwinConfig) -> dict[str, str]:
+    ours, theirs = drawn_by_us(config), drawn_by_timm(config)
     assert ours.keys() == theirs.keys()
     return {name: told for name in ours if (told := difference(ours[name], theirs[name]))}
 
@@ -108,7 +105,12 @@ def differences(scheme: str, options: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("scheme", TIMM)
 def test_distributions_match_timm(scheme: str, options: dict[str, Any]) -> None:
-    assert differences(scheme, options) == {}
+    assert differences(model_config("vit_custom", **{**SIZES, **options, "init": scheme})) == {}
+
+
+def test_distributions_of_swin_match_timm() -> None:
+    config = model_config("swin_nano_patch2_window7_28", num_classes=20, depths=(2, 2), num_heads=(2, 4))
+    assert differences(config) == {}
 
 
 @pytest.mark.parametrize("scheme", TIMM)

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from helpers.converted import converted
+from helpers.converted import converted, error, filled, gradient_errors
 from helpers.foreign_models import randomised
-from helpers.mae_models import filled, mae, twin
+from helpers.mae_models import mae, twin
 from vitpar.errors import ModelError
 from vitpar.models import FAMILIES, model_config
 from vitpar.models.families import config_from_json, config_to_json
-from vitpar.models.initial import initialise
-from vitpar.models.layers import LayeredModel
 from vitpar.models.mae.config import MAEConfig
 from vitpar.models.mae.layers import masked, masking_noise, shuffled
 from vitpar.tasks.mae import MAE
@@ -35,7 +33,7 @@ KEYS = torch.arange(1, 6) * 1_000_003
 def test_outputs_loss_and_gradients_match_transformers_in_float64(case: str, norm_pix_loss: bool) -> None:
     config = CASES[case]
     theirs = with_fixed_positions(twin(config, norm_pix_loss))
-    ours = filled(config, theirs.state_dict()).train()
+    ours = filled(config, converted(theirs.state_dict(), config), torch.float64).train()
     x = torch.randn(len(KEYS), config.channels, config.image_size, config.image_size).double()
     expected = theirs(x, noise=masking_noise(KEYS, config.patches))
     outputs, task = ours(x, KEYS), MAE(norm_pix_loss=norm_pix_loss)
@@ -46,12 +44,7 @@ def test_outputs_loss_and_gradients_match_transformers_in_float64(case: str, nor
     found = {"outputs": error(outputs, expected.logits), "loss": error(loss, expected.loss)}
     loss.backward()
     expected.loss.backward()
-    gradients = converted({name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}, config)
-    parameters = dict(ours.named_parameters())
-    assert gradients.keys() == parameters.keys()
-    for name, parameter in parameters.items():
-        assert parameter.grad is not None
-        found[name] = error(parameter.grad, gradients[name])
+    found |= gradient_errors(ours, theirs)
     assert max(found.values()) <= 1e-10, found
     torch.testing.assert_close(task.reference_targets(x, KEYS, config), targets, equal_nan=True)
     torch.testing.assert_close(task.reference(outputs, targets).mean(), loss)
@@ -67,10 +60,6 @@ def with_fixed_positions(model: nn.Module) -> nn.Module:
     for name, value in fixed.items():
         model.get_parameter(name).copy_(value)
     return model.double()
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    return (ours - theirs).abs().max().item() / max(1e-3, theirs.abs().max().item())
 
 
 def test_images_that_cannot_be_read_do_not_count() -> None:
@@ -111,8 +100,7 @@ def test_masks_depend_on_the_samples_keys_only() -> None:
     assert (chosen.sum(1) == 37).all()
     # Every patch is visible in 12/49 of the samples: within five deviations.
     assert ((~chosen).double().mean(0) - 12 / 49).abs().max() < 5 * (12 / 49 * 37 / 49 / 2000) ** 0.5
-    model = LayeredModel(mae()).eval()
-    initialise(model, 0, mae())
+    model = filled(mae())
     x = torch.randn(2, 3, 16, 16)
     assert torch.equal(model(x), model(x, torch.zeros(2, dtype=torch.int64)))
     assert not torch.allclose(model(x), model(x, KEYS[:2]))
@@ -122,7 +110,7 @@ SIZES = {"mae_vit_base": 111_655_680, "mae_vit_large": 329_239_296, "mae_vit_hug
 """Parameters of the authors' models, without the fixed positions, which are parameters there."""
 
 
-@pytest.mark.parametrize("name", FAMILIES["mae"].published())
+@pytest.mark.parametrize("name", FAMILIES["mae"].PUBLISHED)
 def test_number_of_parameters_matches_transformers(name: str) -> None:
     config = model_config(name)
     assert isinstance(config, MAEConfig)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch._logging._internal import warning_once
 
+from helpers.converted import filled
 from helpers.oracles import timm
 from helpers.plans import EVERYTHING
 from vitpar import ViTConfig, model_config
@@ -35,13 +36,7 @@ def tiny(**options: Any) -> ViTConfig:
     return model_config("vit_custom", **{**sizes, "init": "perturbed", **options})
 
 
-def filled(config: ViTConfig, layers: tuple[str, ...] | None = None) -> LayeredModel:
-    model = LayeredModel(config, layers)
-    initialise(model, 0, config)
-    return model
-
-
-OF_TIMM = [name for family in ("vit", "swin") for name in FAMILIES[family].published() if name not in UNKNOWN_TO_TIMM]
+OF_TIMM = [name for family in ("vit", "swin") for name in FAMILIES[family].PUBLISHED if name not in UNKNOWN_TO_TIMM]
 
 
 @pytest.mark.parametrize("name", OF_TIMM)

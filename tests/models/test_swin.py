@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from helpers.converted import converted, found_in
+from helpers.converted import converted, error, filled, found_in, gradient_errors
 from helpers.foreign_models import randomised, timm_swin
 from helpers.oracles import timm, transformers
 from vitpar.errors import DataError, ModelError
 from vitpar.models.families import model_config
-from vitpar.models.initial import initial_value, initialise
 from vitpar.models.keyed_random import at_place, drop
 from vitpar.models.layers import LayeredModel
 from vitpar.models.swin.config import SwinConfig
@@ -83,47 +82,30 @@ def inferred(state: Mapping[str, Tensor], model: str | None = None, **said: Any)
     return config
 
 
-def filled(config: SwinConfig, state: Mapping[str, Tensor] | None = None) -> Any:
-    """Return a model with the parameters `state`, or with initial values."""
-    model = LayeredModel(config)
-    initialise(model, 0, config)
-    if state is not None:
-        model.load_state_dict(state)
-    return model
-
-
-def assert_same_function(theirs: nn.Module, config: SwinConfig, dtype: torch.dtype, most: float) -> None:
+def assert_same_function(theirs: nn.Module, config: SwinConfig) -> None:
     """Check that logits and the gradient of every parameter are equal, relative to the largest element."""
-    theirs = theirs.to(dtype)
-    ours = filled(config, converted(dict(theirs.named_parameters()), config)).to(dtype).eval()
-    images = torch.randn(3, config.channels, config.image_size, config.image_size, dtype=dtype)
+    theirs = theirs.double()
+    ours = filled(config, converted(dict(theirs.named_parameters()), config), torch.float64)
+    images = torch.randn(3, config.channels, config.image_size, config.image_size, dtype=torch.float64)
     output = theirs(images)
     expected, logits = getattr(output, "logits", output), ours(images)
-    assert_close(logits, expected, most, "logits")
     for computed in (logits, expected):
         F.cross_entropy(computed, torch.arange(3) % config.num_classes).backward()
-    gradients = converted({name: p.grad for name, p in theirs.named_parameters()}, config)
-    parameters = dict(ours.named_parameters())
-    assert gradients.keys() == parameters.keys()
-    for name, parameter in parameters.items():
-        assert parameter.grad.any() or (config.window_size == 1 and name.endswith("table")), name
-        assert_close(parameter.grad, gradients[name], most, name)
-
-
-def assert_close(ours: Tensor, theirs: Tensor, most: float, name: str) -> None:
-    error = (ours - theirs).abs().max().item() / max(1e-3, theirs.abs().max().item())
-    assert error <= most, f"{name}: relative error {error}"
+    errors = {"logits": error(logits, expected), **gradient_errors(ours, theirs)}
+    assert max(errors.values()) <= 1e-10, errors
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad.any() or (config.window_size == 1 and name.endswith("table")), name  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("case", [*CASES, *SMALLER_WINDOWS])
 def test_logits_and_gradients_match_timm_in_float64(case: str) -> None:
     config = {**CASES, **SMALLER_WINDOWS}[case]
-    assert_same_function(timm_swin(config), config, torch.float64, 1e-10)
+    assert_same_function(timm_swin(config), config)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_gradients_match_transformers_in_float64(case: str) -> None:
-    assert_same_function(transformers_(CASES[case]), CASES[case], torch.float64, 1e-10)
+    assert_same_function(transformers_(CASES[case]), CASES[case])
 
 
 def test_kinds_groups_and_boundaries() -> None:
@@ -356,24 +338,6 @@ def test_each_residual_branch_is_dropped_by_its_own_random_numbers() -> None:
     expected = x + drop(block.attn(block.norm1(x)), first, rate, whole_sample=True)
     expected = expected + drop(block.mlp(block.norm2(expected)), second, rate, whole_sample=True)
     torch.testing.assert_close(block(x, KEYS), expected)
-
-
-def test_initial_values_have_timms_distributions() -> None:
-    config = swin(embed_dim=32, init="timm", image_size=28, window_size=7)
-    torch.manual_seed(0)
-    model = timm.models.swin_transformer.SwinTransformer(
-        img_size=28, patch_size=2, embed_dim=32, depths=(2, 2), num_heads=(2, 4), window_size=7, num_classes=3
-    )
-    theirs = converted({name: p.detach() for name, p in model.named_parameters()}, config)
-    for name, value in theirs.items():
-        ours, n = initial_value(name, value.shape, 0, config), value.numel()
-        if value.unique().numel() == 1:
-            assert torch.equal(ours, value), name
-        else:
-            assert ours.std().item() / value.std().item() == pytest.approx(1, abs=8 / n**0.5), name
-            assert abs(ours.mean() - value.mean()).item() < 6 * value.std().item() * (2 / n) ** 0.5, name
-            bounded = value.abs().max() < 2 * value.std()  # uniform
-            assert bounded == (ours.abs().max() < 2 * ours.std()), name
 
 
 def test_perturbed_start_has_no_zero_gradient() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from helpers.converted import converted
+from helpers.converted import converted, error, filled, gradient_errors
 from helpers.oracles import transformers
 from helpers.text_models import (
     PADDED,
@@ -17,7 +17,6 @@ from helpers.text_models import (
     TextModel,
     bert,
     exact_norm,
-    filled,
     sample,
     t5,
     token_loss,
@@ -27,9 +26,8 @@ from vitpar.errors import ModelError
 from vitpar.models import FAMILIES, initial, model_config, text_layers
 from vitpar.models.derived import with_frozen
 from vitpar.models.families import config_to_json
-from vitpar.models.initial import initial_value, initialise
+from vitpar.models.initial import initial_value
 from vitpar.models.keyed_random import at_place, drop
-from vitpar.models.layers import LayeredModel
 from vitpar.models.text_layers import Embedding
 
 CASES: dict[str, TextModel] = {
@@ -64,17 +62,8 @@ def errors(config: TextModel, dtype: torch.dtype, *, masked: bool = True) -> dic
     found = {"logits": error(logits[valid], expected[valid])}
     for each in (logits, expected):
         token_loss(each, targets).backward()
-    gradients = converted({name: p.grad for name, p in theirs.named_parameters()}, config)
-    parameters = dict(ours.named_parameters())
-    assert gradients.keys() == parameters.keys()
-    for name, parameter in parameters.items():
-        assert parameter.grad is not None and parameter.grad.any(), name
-        found[name] = error(parameter.grad, gradients[name])
-    return found
-
-
-def error(ours: Tensor, theirs: Tensor) -> float:
-    return (ours - theirs).abs().max().item() / max(1e-3, theirs.abs().max().item())
+    assert all(parameter.grad.any() for parameter in ours.parameters())  # type: ignore[union-attr]
+    return found | gradient_errors(ours, theirs)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -87,9 +76,7 @@ def test_logits_and_gradients_match_transformers_in_float64(case: str, masked: b
 @pytest.mark.parametrize("case", ["bert", "t5", "t5 v1.1"])
 def test_padding_does_not_influence_what_is_valid(case: str) -> None:
     config = CASES[case]
-    model = LayeredModel(config).double().eval()
-    model.tie()
-    initialise(model, 0, config)
+    model = filled(config, dtype=torch.float64)
     x, sides, _ = sample(config, 6)
     other = dict(sides)
     pad, ids = ~sides["attention_mask"], torch.randint(0, config.vocab_size, x.shape)
@@ -110,9 +97,7 @@ def test_padding_does_not_influence_what_is_valid(case: str) -> None:
 @pytest.mark.parametrize("case", ["bert", "t5"])
 def test_dropout_depends_on_the_samples_keys(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"bert": bert(dropout=0.5), "t5": t5(dropout=0.5)}[case]
-    model = LayeredModel(config).train()
-    model.tie()
-    initialise(model, 0, config)
+    model = filled(config).train()
     x, sides, _ = sample(config, 4)
     keys = torch.arange(1, 5) * 1_000_003
     logits = model(x, keys, **sides)
@@ -144,7 +129,7 @@ def test_gradients_of_embeddings_are_accurate_in_16_bits(dtype: torch.dtype) -> 
     torch.testing.assert_close(embedding.weight.grad[0].double(), gradient.double().sum((0, 1)), rtol=0.004, atol=0)
 
 
-NAMES = [*FAMILIES["bert"].published(), *FAMILIES["t5"].published(), "google-bert/bert-base-cased"]
+NAMES = [*FAMILIES["bert"].PUBLISHED, *FAMILIES["t5"].PUBLISHED, "google-bert/bert-base-cased"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,7 +20,7 @@ from vitpar import Execution
 from vitpar.checkpoint.reader import load_tensors
 from vitpar.checkpoint.writer import Writer
 from vitpar.models import model_config
-from vitpar.models.packed_attention import attend_packed, packs_attention
+from vitpar.models.compiled import attend_packed, packs_attention
 from vitpar.parallel.attention import CANDIDATES, choose_attention, use_attention
 from vitpar.parallel.float8 import float8_fault
 from vitpar.parallel.precision import resolve_precision

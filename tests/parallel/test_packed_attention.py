@@ -14,7 +14,7 @@ from helpers.interpreted import errors_of
 from helpers.paths import ROOT
 from vitpar import model_config, parse, validate
 from vitpar.errors import RecipeError
-from vitpar.models.packed_attention import packs_attention
+from vitpar.models.compiled import packs_attention
 from vitpar.parallel import attention
 from vitpar.parallel.attention import by_products, choose_attention, use_attention
 from vitpar.parallel.precision import resolve_precision

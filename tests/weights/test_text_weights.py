@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.converted import converted, found_in
+from helpers.converted import converted, filled, found_in
 from helpers.foreign_weights import saved
 from helpers.oracles import transformers
 from helpers.text_models import (
@@ -18,7 +18,6 @@ from helpers.text_models import (
     TextModel,
     bert,
     exact_norm,
-    filled,
     sample,
     t5,
     twin,

@@ -15,7 +15,7 @@ from bench.dry.resources import packed_attention, resources
 from bench.dry.work import BlockWork
 from bench.simulated_gpu.gpus import Gpu
 from vitpar.models import ViTConfig
-from vitpar.models.packed_attention import use_packed_attention
+from vitpar.models.compiled import use_packed_attention
 from vitpar.parallel.linear import compute_in_float8
 from vitpar.parallel.precision import PRECISIONS, LowPrecisionParams
 from vitpar.strategy.execution import FP8_MIN_FEATURES

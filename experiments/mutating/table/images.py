@@ -14,7 +14,7 @@ MUTATIONS = (
     Mutation(
         name="crop-ratio-uniform",
         breaks="The aspect ratio of a random crop is uniform, not log-uniform, so wide crops are too frequent.",
-        file="src/vitpar/data/transforms/choices.py",
+        file="src/vitpar/data/transforms/drawn.py",
         old="ratio = np.array([math.exp(x) for x in own.uniform(*log_ratio).tolist()])",
         new="ratio = own.uniform(*np.exp(log_ratio))",
         caught_by="pytest tests/data/test_transform_oracles.py::test_crop_distribution_matches_torchvision",
@@ -25,7 +25,7 @@ MUTATIONS = (
         file="src/vitpar/data/transforms/batch.py",
         old="uniforms(pair[cuts], which)).astype(np.int64) - side // 2",
         new="uniforms(pair[cuts], which)).astype(np.int64) - side // 2 + 1",
-        caught_by="pytest tests/data/test_mix_oracles.py::test_cutmix_boxes_match_timm",
+        caught_by="pytest tests/data/test_augment.py::test_cutmix_boxes_match_timm",
     ),
     Mutation(
         name="shuffle-without-epoch",

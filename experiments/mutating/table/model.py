@@ -47,7 +47,7 @@ MUTATIONS = (
     Mutation(
         name="bert-eps-not-imported",
         breaks="An imported BERT has the usual epsilon, not that of its config.json.",
-        file="src/vitpar/models/config_keys.py",
+        file="src/vitpar/models/rows.py",
         old='layer_norm_eps="norm_eps"',
         new='layer_norm_eps_="norm_eps"',
         caught_by=f'pytest "{WEIGHTS}/test_text_weights.py::test_files_of_transformers_are_imported[bert]"',

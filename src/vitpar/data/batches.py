@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.images import BadImage, EncodedImage
+from vitpar.data.image_files import NotedImages
+from vitpar.data.images import EncodedImage
 from vitpar.data.randomness import Draws, SampleOrder, Samples, sample_keys
 from vitpar.data.shards.shard_set import ShardSet
+from vitpar.data.stream.stream_set import Fetched
 from vitpar.data.transforms.drawn import DrawnBatch
 from vitpar.data.transforms.sample import EvalTransform, TrainTransform
 from vitpar.models.config import IGNORED
@@ -23,22 +24,8 @@ NAMED = 3
 """Bad samples that are reported by name; the others are only counted."""
 
 Transform = TrainTransform | EvalTransform
-
-
-class Encoded(Protocol):
-    """Encoded images that are read by number."""
-
-    checked: bool
-    """Whether `read` compares the bytes with a checksum."""
-
-    def read(self, i: int) -> bytes:
-        """Return the encoded image of sample `i`.
-
-        Raises DataError, and its subclass BadImage if only that sample is damaged.
-        """
-
-    def complaint(self, i: int, error: BadImage) -> str:
-        """Return a message that names sample `i` and says what is wrong with it."""
+Encoded = ShardSet | NotedImages | Fetched
+"""Encoded images that are read by number."""
 
 
 @dataclass

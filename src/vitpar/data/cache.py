@@ -46,7 +46,7 @@ _HEAD = 2  # numbers before the entries
 
 
 class SharedMemory:
-    """Memory in a file without a name, which other processes may open too. It is private where there are no such files.
+    """Memory in a file without a name, which other processes may open too.
 
     size: bytes.
     opened: path of the file of another process with the same size; None for a new one.
@@ -67,16 +67,16 @@ class SharedMemory:
                 raise DataError(
                     "the cache of another rank has another size: start all ranks with the same recipe and data"
                 )
-        elif hasattr(os, "memfd_create"):
+        else:
             self._file = os.memfd_create("vitpar-images")
             os.ftruncate(self._file, size)
         # A file of memory takes no memory for pages that were never written.
         self._memory = mmap.mmap(self._file, size)
 
     @property
-    def path(self) -> str | None:
-        """Path at which other processes of this machine can open the file while this one lives; None for no file."""
-        return None if self._file < 0 else f"/proc/{os.getpid()}/fd/{self._file}"
+    def path(self) -> str:
+        """Path at which other processes of this machine can open the file while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def __del__(self) -> None:
         # Views of images keep the mapping itself alive; only the descriptor is closed.
@@ -150,9 +150,6 @@ class ImageCache(SharedMemory):
         Writing to the file takes half of the time of writing to its mapping, where each new page is an interrupt, and
         without memory it fails instead of ending the process.
         """
-        if self._file < 0:
-            self._pixels[begin : begin + image.nbytes] = image.reshape(-1)
-            return True
         try:
             return os.pwrite(self._file, image.data, self._begin + begin) == image.nbytes
         except OSError:
@@ -162,13 +159,11 @@ class ImageCache(SharedMemory):
     def _alone(self) -> Generator[None]:
         """Exclude other threads, and other processes. The system ends a lock with its process."""
         with self._threads:
-            if self._file >= 0:
-                fcntl.flock(self._file, fcntl.LOCK_EX)
+            fcntl.flock(self._file, fcntl.LOCK_EX)
             try:
                 yield
             finally:
-                if self._file >= 0:
-                    fcntl.flock(self._file, fcntl.LOCK_UN)
+                fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
 class SharedPixels(SharedMemory):

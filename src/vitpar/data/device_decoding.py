@@ -18,8 +18,7 @@ from torch import Tensor
 
 from vitpar.data.batches import View
 from vitpar.data.images import GPU_DECODED_BYTES, EncodedImage
-from vitpar.data.transforms.choices import draw_crops
-from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.drawn import DrawnBatch, draw_crops
 from vitpar.data.transforms.sample import TrainTransform
 from vitpar.errors import RecipeError
 

@@ -27,11 +27,6 @@ _DRAWS = 0xD1342543DE82EF95
 _SHUFFLE = 0x5F1E  # separates shuffles from sample keys, which hash the same numbers
 _ROUNDS = 8  # of the Feistel network
 
-SCRAMBLE = tuple((shift, factor - (factor >> 63 << 64)) for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)))
-"""Steps of `Draws` that make a number from the state of a stream, as (shift, factor) for signed 64-bit arithmetic: XOR
-the number with its logical right shift, then multiply by the factor."""
-STEP = _GOLDEN - (1 << 64)
-"""Number, signed, that `Draws` adds to the state of a stream for each number."""
 Samples = NDArray[np.int64]
 """Numbers of samples, or of places in their order, int64 [n]."""
 
@@ -127,7 +122,7 @@ class Draws:
         return np.array([math.sqrt(-2 * math.log(one)) * math.cos(2 * math.pi * other) for one, other in pairs])
 
     def seeds(self) -> NDArray[np.int64]:
-        """Return a number of 53 bits of each stream, int64 [n], from which random bytes are made with SCRAMBLE."""
+        """Return a number of 53 bits of each stream, int64 [n], from which random bytes are made."""
         return (self.uniform() * 2**53).astype(np.int64)
 
 

@@ -6,12 +6,10 @@ an error in both cases.
 
 from __future__ import annotations
 
-import gzip
 import tarfile
-import zlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, Protocol, Self
 
 from vitpar.errors import DataError
@@ -107,26 +105,3 @@ def content(file: Readable, member: tarfile.TarInfo) -> bytes:
     if len(data) != member.size:
         raise tarfile.ReadError("unexpected end of data")
     return data
-
-
-def unpacked(path: Path, names: Container[str]) -> dict[str, bytes]:
-    """Return the contents of the files `names` in a tar archive, by name.
-
-    The files may be in any folder of the archive; files that it lacks are left out.
-
-    path: the archive; compressed by gzip unless its name ends with ".tar".
-
-    Raises DataError for a damaged archive.
-    """
-    contents: dict[str, bytes] = {}
-    try:
-        with open_regular(path) as packed:
-            file = packed if path.name.endswith(".tar") else gzip.GzipFile(fileobj=packed)
-            for member in members(file):
-                name = PurePosixPath(member.name).name
-                if member.isreg() and name in names:
-                    contents[name] = content(file, member)
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"'{path}' is not a valid tar file ({shown(reason)}): fetch it again") from None
-    return contents

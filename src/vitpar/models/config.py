@@ -20,6 +20,7 @@ from vitpar.models.description import (
     InputSpec,
     LayerDescription,
     MadeTensor,
+    Part,
     SideInput,
     block_index,
     block_name,
@@ -62,6 +63,8 @@ class ModelConfig:
     """Whether estimated speeds of the family were compared with runs of vitpar, which narrows their error band."""
     NEEDED: ClassVar[tuple[str, ...]] = ()
     """Options that a model needs whose name stands for no fields, such as ``vit_custom``."""
+    PUBLISHED: ClassVar[tuple[str, ...]] = ()
+    """Names that stand for a published model."""
 
     name: str
     """Name of the model; only messages use it."""
@@ -97,11 +100,6 @@ class ModelConfig:
         if known is None and (missing := {*cls.NEEDED} - options.keys()):
             raise ModelError(f"{name} needs the model option{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}")
         return cls(**{"name": name, **cls.completed(known or {}, options)})
-
-    @classmethod
-    def published(cls) -> tuple[str, ...]:
-        """Return the names that stand for a published model."""
-        return ()
 
     def kind_of(self, name: str) -> tuple[str, str | None]:
         """Return the kind of a layer and the group of a block, by the layer's name (`LayerDescription`)."""
@@ -239,10 +237,8 @@ class ModelConfig:
         A copy of a shared parameter is one if its owner is.
         """
         own = {
-            f"{layer.name}.{name}": part.stacked if name == f"{part.name}.weight" else ()
-            for layer in self.layers.values()
-            for part in layer.parts
-            for name, shape in part.parameters.items()
+            name: part.stacked if name == f"{layer.name}.{part.name}.weight" else ()
+            for name, (layer, part, shape) in self.places.items()
             if layer.is_block and len(shape) == 2 and part.role != "table"
         }
         copies = {copy: own[owner] for copy, owner in self.shared.items() if owner in own}
@@ -256,28 +252,27 @@ class ModelConfig:
     @cached_property
     def holders(self) -> dict[str, tuple[str, ...]]:
         """Return the names of each shared parameter and table by its owner. Raises ModelError for a wrong `shared`."""
-        return parameter_holders(self.layers, self.shared, self.name)
+        return parameter_holders(self.places, self.shared, self.name)
+
+    @cached_property
+    def places(self) -> dict[str, tuple[LayerDescription, Part, tuple[int, ...]]]:
+        """Return the layer, the part and the shape of every parameter by name, also of copies."""
+        return {
+            f"{layer.name}.{name}": (layer, part, shape)
+            for layer in self.layers.values()
+            for part in layer.parts
+            for name, shape in part.parameters.items()
+        }
 
     @cached_property
     def tables(self) -> frozenset[str]:
         """Return the names of the parameters with the role table."""
-        return frozenset(
-            f"{layer.name}.{name}"
-            for layer in self.layers.values()
-            for part in layer.parts
-            if part.role == "table"
-            for name in part.parameters
-        )
+        return frozenset(name for name, (_, part, _) in self.places.items() if part.role == "table")
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by name; of shared ones, the owner's."""
-        return {
-            f"{layer.name}.{name}": shape
-            for layer in self.layers.values()
-            for name, shape in layer.parameters.items()
-            if f"{layer.name}.{name}" not in self.shared
-        }
+        return {name: shape for name, (_, _, shape) in self.places.items() if name not in self.shared}
 
     def shape(self, parameter: str) -> tuple[int, ...]:
         """Return the shape of a parameter by its name."""

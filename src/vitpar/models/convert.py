@@ -1,14 +1,14 @@
 """Weights and configurations of other libraries, read and written by one table a family.
 
-A family has in its module ``names`` a `Conversion`: for each library the rows of names (``vitpar.models.rows``) and the
-settings of config.json (``vitpar.models.config_keys``). The import reads a row from right to left, the export from left
+A family has in its module ``names`` a `Conversion`: for each library the rows of names and the
+settings of config.json (``vitpar.models.rows``). The import reads a row from right to left, the export from left
 to right. A row's own names may number blocks as the library does; `Conversion.layers` gives their layers in the model.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -166,7 +166,27 @@ class Conversion:
 
         every: whether to use all rows, also those of other versions, instead of one for each parameter.
         """
-        return _written(config, self.libraries[format_name].rows, self.layers(config), every)
+        places = dict[str, list[str]]()
+        for in_rows, layer in self.layers(config).items():
+            places.setdefault(layer, []).append(in_rows)
+        names = dict[str, str]()
+        for ours in config.shapes:
+            layer = layer_of(ours)
+            names |= {f"{place}{ours.removeprefix(layer)}": ours for place in places.get(layer, [layer])}
+        made, used = dict[str, MadeTensor](), set[str]()
+        for one in self.libraries[format_name].rows:
+            if one.packing.unpack is only_read or not (every or one.written(config)):
+                continue
+            matches = (pattern_of(one.ours[0]).fullmatch(name) for name in names) if one.ours else [re.match("", "")]
+            for match in filter(None, matches):
+                given = [names.get(name, "") for name in filled(one.ours, match.groups())]
+                if all(given) and (every or used.isdisjoint(given)):
+                    theirs = filled(one.theirs, match.groups())
+                    for number, name in enumerate(theirs):
+                        unpacked = _part(one.packing.unpack, config, len(theirs) > 1, number)
+                        made[name] = MadeTensor(tuple(given), unpacked)
+                    used |= {*given}
+        return made
 
 
 def _placed(name: str, layers: Mapping[str, str]) -> str:
@@ -190,31 +210,6 @@ def _part(convert: Callable[..., Any], config: Any, several: bool, number: int) 
         return made[number] if several else torch.cat(made)
 
     return make
-
-
-def _written(config: Any, rows: Iterable[Row], layers: Mapping[str, str], every: bool) -> dict[str, MadeTensor]:
-    """Return the tensors that rows make of a model's parameters. layers: names of its layers by those in rows."""
-    places = dict[str, list[str]]()
-    for in_rows, layer in layers.items():
-        places.setdefault(layer, []).append(in_rows)
-    names = dict[str, str]()
-    for ours in config.shapes:
-        layer = layer_of(ours)
-        names |= {f"{place}{ours.removeprefix(layer)}": ours for place in places.get(layer, [layer])}
-    made, used = dict[str, MadeTensor](), set[str]()
-    for one in rows:
-        if one.packing.unpack is only_read or not (every or one.written(config)):
-            continue
-        matches = (pattern_of(one.ours[0]).fullmatch(name) for name in names) if one.ours else [re.match("", "")]
-        for match in filter(None, matches):
-            given = [names.get(name, "") for name in filled(one.ours, match.groups())]
-            if all(given) and (every or used.isdisjoint(given)):
-                theirs = filled(one.theirs, match.groups())
-                for number, name in enumerate(theirs):
-                    unpacked = _part(one.packing.unpack, config, len(theirs) > 1, number)
-                    made[name] = MadeTensor(tuple(given), unpacked)
-                used |= {*given}
-    return made
 
 
 def shapes_of(place: object, made: Mapping[str, MadeTensor], shapes: Shapes) -> dict[str, tuple[int, ...]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from vitpar.models.config import ModelConfig, Rule, Rules
 from vitpar.models.description import Backward, LayerDescription, block_index, block_name
@@ -15,30 +16,28 @@ from vitpar.models.description import Backward, LayerDescription, block_index, b
 if TYPE_CHECKING:
     from torch import nn
 
-
-def of_whole(name: str) -> Any:
-    """Return the property, or the method, that is that of the other model."""
-    return property(lambda model: getattr(model.whole, name))
+T = TypeVar("T")
 
 
+def of_whole(*names: str) -> Callable[[type[T]], type[T]]:
+    """Return a decorator of a class, which gives it these properties and methods of the other model."""
+
+    def decorated(cls: type[T]) -> type[T]:
+        for name in names:
+            setattr(cls, name, property(attrgetter(f"whole.{name}")))
+        return cls
+
+    return decorated
+
+
+@of_whole("name", "image_size", "channels", "num_classes", "input", "output_shape")
+@of_whole("side_inputs", "shared", "stochastic", "num_blocks", "build_layer")
 @dataclass(frozen=True)
 class Derived(ModelConfig):
     """Base: all that is not redefined is that of the other model."""
 
     whole: ModelConfig
     """The other model."""
-
-    name = of_whole("name")
-    image_size = of_whole("image_size")
-    channels = of_whole("channels")
-    num_classes = of_whole("num_classes")
-    input = of_whole("input")
-    output_shape = of_whole("output_shape")
-    side_inputs = of_whole("side_inputs")
-    shared = of_whole("shared")
-    stochastic = of_whole("stochastic")
-    num_blocks = of_whole("num_blocks")
-    build_layer = of_whole("build_layer")
 
     def initial_rules(self) -> Rules:
         # Rules read fields of the family's configuration, which this one does not have.

@@ -267,11 +267,11 @@ class Adapted:
 
 
 def parameter_holders(
-    layers: Mapping[str, LayerDescription], shared: Mapping[str, str], model: str
+    parts: Mapping[str, tuple[LayerDescription, Part, tuple[int, ...]]], shared: Mapping[str, str], model: str
 ) -> dict[str, tuple[str, ...]]:
     """Return the names of each shared parameter and each table in the layers, the owner's first, by that name.
 
-    layers: those of the model called `model`, in order.
+    parts: those of the model called `model`, in order (``ModelConfig.places``).
     shared: owners by the names of their copies (``ModelConfig.shared``).
 
     Raises ModelError for names that do not exist, an owner behind its copy, and copies of another shape or role.
@@ -280,12 +280,7 @@ def parameter_holders(
     def words(part: Part, shape: tuple[int, ...]) -> str:
         return f"{'a table' if part.role == 'table' else 'a parameter'} of shape {list(shape)}"
 
-    parts = {
-        f"{layer.name}.{name}": (number, part, shape)
-        for number, layer in enumerate(layers.values())
-        for part in layer.parts
-        for name, shape in part.parameters.items()
-    }
+    layers = [*dict.fromkeys(layer.name for layer, _, _ in parts.values())]
     holders: dict[str, list[str]] = {
         name: [name]
         for name, (_, part, _) in parts.items()
@@ -298,7 +293,7 @@ def parameter_holders(
         if owner in shared:
             raise ModelError(f"{model} shares {owner}, which is a copy itself: name the owner {shared[owner]}")
         (behind, mine, shape), (before, theirs, whole) = parts[copy], parts[owner]
-        if before >= behind:
+        if layers.index(before.name) >= layers.index(behind.name):
             raise ModelError(f"{copy} of {model} is a copy of {owner}, which comes later: let the first layer own it")
         if shape != whole or (mine.role == "table") != (theirs.role == "table"):
             raise ModelError(

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, library
 
 # splitmix64's constants as signed numbers: torch has little arithmetic for uint64, and int64 wraps to the same bits.
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
+GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """Return splitmix64's finaliser of `x`: a bijection of int64 that maps neighbouring values to unrelated ones."""
     # >> of int64 copies the sign bit; the masks make it the logical shift that splitmix64 needs.
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX_1
@@ -44,19 +44,19 @@ def keyed_uniform(keys: Tensor, shape: Sequence[int], first: int = 0) -> Tensor:
     """
     # Open to the compiler, which computes the numbers of elements in the kernel that uses them. As one operation, the
     # 64-bit integers of a block's dropout would take 240 passes over tokens x width on a GPU.
-    x, starts = _mix(keys), [0] * len(shape[:-1]) + [first] * len(shape[-1:])
+    x, starts = mix(keys), [0] * len(shape[:-1]) + [first] * len(shape[-1:])
     for size, start in zip(shape, starts, strict=True):
         rows = _copied(x) if torch.compiler.is_compiling() else x
         # upstream: the compiler makes an index and its product with a constant one expression of 32 bits. The mask,
         # which keeps all bits, ends the index.
         indices = torch.arange(start + 1, start + size + 1, device=keys.device) & 0x7FFFFFFFFFFFFFFF
-        x = _mix(rows.unsqueeze(-1) + indices * _GOLDEN)
+        x = mix(rows.unsqueeze(-1) + indices * GOLDEN)
     return (x & 0xFFFFFF).float() * 2.0**-24  # 24 bits: float32 represents each of them exactly
 
 
 def at_place(keys: Tensor, place: Tensor) -> Tensor:
     """Return `keys`, int64 [batch], for one use of randomness in the model, which has the number `place` (0-dim)."""
-    return keys + place * _GOLDEN
+    return keys + place * GOLDEN
 
 
 def drop(x: Tensor, keys: Tensor, rate: Tensor | float, *, whole_sample: bool, first_feature: int = 0) -> Tensor:

@@ -30,9 +30,14 @@ ROLES = {"column": ("column_a", "column_b"), "row": ("row_a", "row_b"), "other":
 A, B = ADAPTERS
 
 
+@of_whole("FAMILY", "TASK", "CALIBRATED", "large", "layers_above", "rate_part", "clip_part", "extra_passes")
+@of_whole("hidden_matrices")
 @dataclass(frozen=True)
 class LoRA(Derived):
-    """A model with adapters. Everything else is the model's."""
+    """A model with adapters. Everything else is the model's.
+
+    Muon does not get adapters: it makes the singular values of an update equal, which is meant for complete matrices.
+    """
 
     modules: tuple[str, ...]
     """Names of the adapted linear layers in the model, such as blocks.0.attn.qkv."""
@@ -42,17 +47,6 @@ class LoRA(Derived):
     """Numerator of the factor of an adapter, whose denominator is `rank`."""
     init: Literal["lora", "perturbed"] = "lora"
     """Initial values of B: zeros, or for comparing plans numbers that leave no gradient zero."""
-
-    FAMILY = of_whole("FAMILY")
-    TASK = of_whole("TASK")
-    CALIBRATED = of_whole("CALIBRATED")
-    large = of_whole("large")
-    layers_above = of_whole("layers_above")
-    rate_part = of_whole("rate_part")
-    clip_part = of_whole("clip_part")
-    extra_passes = of_whole("extra_passes")
-    hidden_matrices = of_whole("hidden_matrices")
-    """Without adapters: Muon makes the singular values of an update equal, which is meant for complete matrices."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.rank <= MAX_WIDTH:

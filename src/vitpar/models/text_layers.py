@@ -1,11 +1,15 @@
-"""Common parts of the layers of models of text: dropout, and what is added to the scores of attention."""
+"""Common parts of the layers of models of text: dropout, attention, and what is added to its scores."""
+
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
+from vitpar.models.description import AttentionShape
 from vitpar.models.keyed_random import at_place, drop
-from vitpar.models.layers import Layer
+from vitpar.models.layers import Layer, StackedLinear
 
 USES = 4
 """Places of dropout in a layer, at most."""
@@ -87,3 +91,34 @@ def padding_scores(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         return None
     zeros = torch.zeros((), dtype=dtype, device=mask.device)
     return zeros.where(mask != 0, masked(dtype))[:, None, None, :]
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention.
+
+    The rows of `qkv` are ordered (head, q|k|v, feature), so that a slice of rows is whole heads.
+
+    config: with `embed_dim`, `num_heads` and `head_dim`.
+    """
+
+    TENSOR_PARALLEL: ClassVar[dict[str, str]] = {"qkv": "column", "proj": "row"}
+    scale: float | None = None
+    """Factor of the scores; None for 1 / √head_dim."""
+
+    def __init__(self, config: Any, *, bias: bool = True, biased: bool = False) -> None:
+        super().__init__()
+        self.head_dim, heads = config.head_dim, config.num_heads
+        self.qkv = StackedLinear(config.embed_dim, 3 * heads * self.head_dim, (self.head_dim,) * 3, bias=bias)
+        self.proj = nn.Linear(heads * self.head_dim, config.embed_dim, bias=bias)
+        self.divisible = {"head": heads}
+        self.attention_shape = AttentionShape(0, heads, self.head_dim, biased=biased)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x: [batch, tokens, width] -> the same shape. mask: of all samples that `qkv` gives, [batch, tokens]."""
+        q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim).unbind(0)
+        x = F.scaled_dot_product_attention(q, k, v, attn_mask=self.added_to_scores(q, mask), scale=self.scale)
+        return self.proj(rearrange(x, "b h s d -> b s (h d)"))
+
+    def added_to_scores(self, q: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Return what is added to the scores, which broadcasts to [batch, heads, tokens, tokens]; None for nothing."""
+        return padding_scores(mask, q.dtype)

@@ -145,7 +145,7 @@ def _parts(layer: Layer, calls: Calls, where: str) -> Iterator[Part]:
             apart = {name for name in own if role is None and f"{owner}.{name}" in roles}
             shapes = {name: shape for name, shape in own.items() if name not in apart}
             if shapes or (role and (role in PLACES or not isinstance(module, nn.Identity))):
-                yield _part(owner, role or "other", shapes, module, calls.get(owner, []))
+                yield _part(owner, role or "other", shapes, module, calls)
             own = {name: own[name] for name in apart}
         for name, shape in own.items():
             full = f"{owner}.{name}" if owner else name
@@ -154,23 +154,14 @@ def _parts(layer: Layer, calls: Calls, where: str) -> Iterator[Part]:
         raise ModelError(f"{where} has no '{shown(unknown)}', which its TENSOR_PARALLEL names: correct the name")
 
 
-def _part(
-    name: str,
-    role: str,
-    shapes: dict[str, tuple[int, ...]],
-    module: nn.Module,
-    calls: list[tuple[torch.Size, torch.Size]],
-) -> Part:
+def _part(name: str, role: str, shapes: dict[str, tuple[int, ...]], module: nn.Module, calls: Calls) -> Part:
     """Return the description of a module."""
-    stacked = getattr(module, "stacked", ())
-    if role == "vocabulary_embedding":
-        return Part(
-            name, role, shapes, sum(map(math.prod, (taken for taken, _ in calls))) // BATCH, shapes["weight"][1]
-        )
-    if isinstance(module, nn.Embedding) or not calls:
+    ids, stacked, shapes_of_calls = role == "vocabulary_embedding", getattr(module, "stacked", ()), calls.get(name)
+    if not shapes_of_calls or (isinstance(module, nn.Embedding) and not ids):
         return Part(name, role, shapes, stacked=stacked)
-    tokens = sum(math.prod(taken[:-1]) for taken, _ in calls) // BATCH
-    return Part(name, role, shapes, tokens, 0 if shapes else calls[0][1][-1], stacked)
+    tokens = sum(math.prod(taken if ids else taken[:-1]) for taken, _ in shapes_of_calls) // BATCH
+    width = shapes["weight"][1] if ids else 0 if shapes else shapes_of_calls[0][1][-1]
+    return Part(name, role, shapes, tokens, width, stacked)
 
 
 def _left_out(layer: Layer, name: str) -> bool:

@@ -31,9 +31,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vitpar.errors import RecipeError
 from vitpar.launch.world_group import all_reduce_
+from vitpar.models.compiled import attend_packed, packs_attention, use_packed_attention
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import AttentionShape
-from vitpar.models.packed_attention import attend_packed, packs_attention, use_packed_attention
 from vitpar.parallel.precision import Precision
 from vitpar.strategy import Plan, batch_arithmetic
 from vitpar.strategy.kernels import ATTENTION_KERNELS, refuse_attention

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from vitpar.errors import RecipeError
+from vitpar.models.compiled import PACKED_ATTENTION
 from vitpar.models.config import ModelConfig
 from vitpar.models.initial import initialise
 from vitpar.models.layers import Layer
 from vitpar.models.loss import CrossEntropy, Loss
-from vitpar.models.packed_attention import PACKED_ATTENTION
 from vitpar.parallel.data import prefetch, reduce_always, shard, shard_stage
 from vitpar.parallel.float8 import float8_fault, refuse_small
 from vitpar.parallel.linear import compute_in_float8

@@ -132,7 +132,7 @@ def mixing(recipe: Recipe) -> Mix:
 
 def write_preview(recipe: Recipe, path: Path) -> None:
     """Write the contact sheet of the recipe's training split to a PNG file. Raises DataError and RecipeError."""
-    from vitpar.data.contact_sheet import contact_sheet
+    from vitpar.data.survey import contact_sheet
 
     assert recipe.data.path is not None, "the caller has named it"
     shards = ShardSet.open(recipe.data.path, "train")

@@ -107,8 +107,6 @@ def _shared(
     try:
         if memory is None:
             path, facts, _ = made[first]
-            if path is None:
-                raise DataError(f"this system cannot share memory between ranks: {_INSTEAD}, or start one rank")
             memory = opened(path, facts)
     except DataError as refused:
         error = f"rank {rank}: {refused}"

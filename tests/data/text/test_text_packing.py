@@ -192,14 +192,6 @@ def test_token_files_hold_the_ids_and_nothing_else(tmp_path):
     )
 
 
-def test_text_of_a_former_format_is_refused_with_the_command_that_packs_it_again(tmp_path):
-    pack_text(write_corpus(tmp_path, "jsonl", TEXTS), tmp_path / "packed", 16, val_fraction=0)
-    manifest = tmp_path / "packed" / MANIFEST
-    manifest.write_text(manifest.read_text().replace("train-000000.tokens", "train-000000.tar"))
-    with pytest.raises(DataError, match=r"former format: pack it again with `vitpar data pack .* --tokens 16 --overw"):
-        TextSet.open(tmp_path / "packed", "train")
-
-
 def test_large_vocabularies_are_stored_in_32_bits(tmp_path):
     library = write_tokenizer(tmp_path / "tokenizer.json", "gpt")
     content = json.loads(library.to_str())

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,7 +151,8 @@ class ShardSet:
                 version = self._stamps[path][1]
                 data = path.read_range(offset, size, None if version is None else str(version))
             else:
-                data = self._open_file(path).read(size, offset)
+                file = self._open_file(path)  # held while it is read, since another thread may push it out of the cache
+                data = os.pread(file.fileno(), size, offset)
         except OSError as error:
             raise DataError(f"cannot read '{path}': {error.strerror}") from None
         _refuse_other(path, (size, None), (len(data), None))
@@ -187,9 +188,9 @@ class ShardSet:
             return f"{path.name}/byte {offset}"
         return f"{path.name}/{member.name.rpartition('.')[0]}"
 
-    def _opened(self, path: Path) -> _OpenFile:
-        file = _OpenFile(path)
-        _refuse_other(path, self._stamps[path], file.stamp)
+    def _opened(self, path: Path) -> BinaryIO:
+        file = open_regular(path)
+        _refuse_other(path, self._stamps[path], _stamp(os.fstat(file.fileno())))
         return file
 
 
@@ -210,21 +211,6 @@ def _reopened(
 Stamp = tuple[int, int | str | None]
 """Size in bytes, and modification time in ns of a file or version of an object. Inodes are not included, since some
 mounts change them."""
-
-
-class _OpenFile:
-    """File that is closed when the last reference to it is gone, which a thread that reads may have."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_regular(path)
-        self.stamp = _stamp(os.fstat(self._file.fileno()))
-
-    def read(self, size: int, offset: int) -> bytes:
-        return os.pread(self._file.fileno(), size, offset)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self._file.close()
 
 
 def _stamp(status: os.stat_result) -> Stamp:

@@ -6,7 +6,6 @@ SRC/train/<class>/*.jpg, SRC/val/<class>/*.jpg    a folder for every class of ev
 SRC/<class>/*.jpg                                 the same without splits: a fraction becomes `val`
 SRC/train.zip, val.zip, train_map.txt, val_map.txt [, classes.txt]    zipped ImageNet, as used by Swin and Galvatron
 SRC/ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz    ImageNet as published
-SRC/train-00000-of-01024, …                       ImageNet as TFRecords, as used by DALI and TensorFlow
 SRC/train-00000-of-00002.parquet, …               Hugging Face's image data sets, in SRC or SRC/data
 cifar-10-python.tar.gz, cifar-100-binary.tar.gz, … or the folders they unpack to
 LIST.csv                                          columns path, label and optionally split
@@ -20,7 +19,6 @@ from vitpar.data.sources.files import class_folders, listed, split_folders, zipp
 from vitpar.data.sources.imagenet import imagenet, is_imagenet
 from vitpar.data.sources.parquet import parquet, parquet_files
 from vitpar.data.sources.source import Progress, Source, SourceSplit, carve_val
-from vitpar.data.sources.tfrecord import NAME, tfrecords
 from vitpar.errors import DataError
 from vitpar.text import shown
 
@@ -29,8 +27,8 @@ __all__ = ["Progress", "Source", "SourceSplit", "open_source"]
 VAL_FRACTION = 0.2
 """Default fraction of every class that becomes `val` if a source has no such split."""
 _KINDS = (
-    "use a folder with images, ImageNet's archives, train.zip, TFRecords or Parquet files, a CIFAR archive, a "
-    f"CSV list, or `{DIGITS}`"
+    "use a folder with images, ImageNet's archives, train.zip or Parquet files, a CIFAR archive, a CSV list, or "
+    f"`{DIGITS}`"
 )
 
 
@@ -85,8 +83,6 @@ def _source(location: str | Path, progress: Progress | None) -> Source:
         return zipped(path)
     if files := cifar_files(path):
         return cifar(files)
-    if any(NAME.fullmatch(entry.name) for entry in path.iterdir() if entry.is_file()):
-        return tfrecords(path)
     if parquet_files(path):
         return parquet(path)
     return class_folders(path, split_folders(path))

@@ -18,8 +18,7 @@ import numpy as np
 from PIL import Image
 
 from vitpar.data.classes import class_names
-from vitpar.data.sources.source import Source, SourceSplit, read_file, using
-from vitpar.data.tar import unpacked
+from vitpar.data.sources.source import Source, SourceSplit, read_file, unpacked, using
 from vitpar.errors import DataError
 from vitpar.io import decode_utf8
 

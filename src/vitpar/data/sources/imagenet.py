@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from vitpar.data.sources.source import Progress, Source, SourceSplit, read_span, using
-from vitpar.data.tar import members, open_tar, unpacked
+from vitpar.data.sources.source import Progress, Source, SourceSplit, read_span, unpacked, using
+from vitpar.data.tar import members, open_tar
 from vitpar.errors import DataError
 from vitpar.text import shown
 

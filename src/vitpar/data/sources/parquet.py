@@ -101,14 +101,14 @@ class _File:
             open_regular(path).close()
         with using(f"'{path}' cannot be read as Parquet"):
             self._meta, schema = library.read_metadata(path), library.read_schema(path)
-            self.image = next((f.name for f in schema if f.name in _IMAGES and _has_bytes(f.type)), None)
+            images = next((f for f in schema if f.name in _IMAGES and _column_of_bytes(f)), None)
             label = next((f.name for f in schema if f.name in _LABELS and types.is_integer(f.type)), None)
-            if self.image is None or label is None:
+            if images is None or label is None:
                 raise DataError(
                     f"'{path}' has the columns {shown(', '.join(schema.names))}: it needs `image` (bytes) and "
                     "`label` (integers)"
                 )
-            self.column = self.image if _is_binary(schema.field(self.image).type) else f"{self.image}.bytes"
+            self.image, self.column = images.name, _column_of_bytes(images)
             groups = [self._meta.row_group(i) for i in range(self._meta.num_row_groups)]
             self.group_bytes = max((group.total_byte_size for group in groups), default=0)
             self.starts = [0, *accumulate(group.num_rows for group in groups)]
@@ -132,16 +132,15 @@ class _File:
             return file.read_row_group(number, columns=[self.column])[self.image]
 
 
-def _has_bytes(arrow_type: Any) -> bool:
-    """Return whether a column type is binary, or a struct with a binary field `bytes`."""
+def _column_of_bytes(field: Any) -> str | None:
+    """Return the column of bytes of a field that is binary, or a struct with a binary field `bytes`; None of others."""
     from pyarrow import types
 
-    place = arrow_type.get_field_index("bytes") if types.is_struct(arrow_type) else -1
-    return _is_binary(arrow_type) or (place >= 0 and _is_binary(arrow_type.field(place).type))
-
-
-def _is_binary(arrow_type: Any) -> bool:
-    return str(arrow_type) in ("binary", "large_binary", "binary_view")
+    binary = ("binary", "large_binary", "binary_view")
+    if str(field.type) in binary:
+        return str(field.name)
+    place = field.type.get_field_index("bytes") if types.is_struct(field.type) else -1
+    return f"{field.name}.bytes" if place >= 0 and str(field.type.field(place).type) in binary else None
 
 
 def _split(files: list[_File], labels: np.ndarray) -> SourceSplit:

@@ -1,12 +1,13 @@
 """Interface of sources, and functions that they share."""
 
+import gzip
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from vitpar.data.classes import check_class_names, class_names
 from vitpar.data.randomness import shuffled
+from vitpar.data.tar import content, members
 from vitpar.errors import DataError
 from vitpar.io import decode_utf8, open_regular, read_bytes
 from vitpar.limits import MAX_CLASSES, MAX_JSON_BYTES
@@ -107,14 +109,17 @@ def reading(path: str | Path) -> Iterator[None]:
 def using(words: str, remedy: str = "fetch it again") -> Iterator[None]:
     """Convert any error within the context to a DataError: damaged files make libraries raise nearly anything.
 
+    Panics of libraries in Rust are no Exceptions.
+
     words: beginning of the message, such as "'x.zip' is not a valid zip file".
     """
     try:
         yield
-    except DataError:
+    except (DataError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except Exception as error:
-        raise DataError(f"{words} ({shown(error) or type(error).__name__}): {remedy}") from None
+    except BaseException as error:
+        why = getattr(error, "strerror", None) or shown(error) or type(error).__name__
+        raise DataError(f"{words} ({shown(why)}): {remedy}") from None
 
 
 def parquet_library() -> Any:
@@ -155,6 +160,25 @@ def read_class_names(path: Path) -> list[str]:
     """Return the names of classes in a text file, one a line. Raises DataError."""
     with reading(path):
         return class_names(read_bytes(path, MAX_JSON_BYTES))
+
+
+def unpacked(path: Path, names: Container[str]) -> dict[str, bytes]:
+    """Return the contents of the files `names` in a tar archive, by name.
+
+    The files may be in any folder of the archive; files that it lacks are left out.
+
+    path: the archive; compressed by gzip unless its name ends with ".tar".
+
+    Raises DataError for a damaged archive.
+    """
+    contents: dict[str, bytes] = {}
+    with using(f"'{path}' is not a valid tar file"), open_regular(path) as packed:
+        file = packed if path.name.endswith(".tar") else gzip.GzipFile(fileobj=packed)
+        for member in members(file):
+            name = PurePosixPath(member.name).name
+            if member.isreg() and name in names:
+                contents[name] = content(file, member)
+    return contents
 
 
 def whole_number(text: str) -> int | None:

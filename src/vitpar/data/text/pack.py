@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.randomness import SampleOrder, shuffled
-from vitpar.data.shards.destination import check_destination, packing_into, stamps
 from vitpar.data.shards.manifest import ROW, TOKENS, Manifest, SplitEntry, TextSection, write_manifest, write_split
+from vitpar.data.shards.pack import check_destination, packing_into, stamps
 from vitpar.data.sources.source import Progress
 from vitpar.data.text.sources import Documents, Piece, TextSource, open_text
 from vitpar.data.text.tokenizer import BYTES, Tokenizer, open_tokenizer

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -134,16 +133,11 @@ def _readable(path: Path) -> Iterator[tuple[BinaryIO, Any]]:
 
     Raises DataError in place of an error of reading within the context.
     """
-    try:
-        with open_regular(path, pages=path.suffix == ".txt") as stored:
+    with using(f"cannot read '{path}'"), open_regular(path, pages=path.suffix == ".txt") as stored:
+        try:
             yield stored, gzip.GzipFile(fileobj=stored) if path.suffix == ".gz" else stored
-    except DataError:
-        raise
-    except ValueError as error:
-        raise DataError(f"cannot read '{path}': {error}") from None
-    except (OSError, EOFError, MemoryError, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or shown(error)
-        raise DataError(f"cannot read '{path}' ({reason}): fetch it again") from None
+        except ValueError as error:
+            raise DataError(f"cannot read '{path}': {error}") from None
 
 
 def _text(path: Path, documents: Documents) -> Iterator[Piece]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.images import BadImage
-from vitpar.data.shards.manifest import TOKENS, Manifest, Specials, SplitEntry, TextSection
+from vitpar.data.shards.manifest import Manifest, Specials, SplitEntry, TextSection
 from vitpar.data.shards.shard_set import DAMAGED, ShardSet
 from vitpar.data.text.tokenizer import Tokenizer, load_tokenizer
 from vitpar.errors import DataError
@@ -51,11 +51,6 @@ class TextSet(ShardSet):
         if manifest.text is None:
             raise DataError(
                 f"'{folder}' holds images, but text is needed: pack text with `vitpar data pack SRC DST --tokens N`"
-            )
-        if not all(shard.file.endswith(TOKENS) for shard in entry.shards):
-            raise DataError(
-                f"'{folder}' holds text of a former format: pack it again with `vitpar data pack SOURCE {folder} "
-                f"--tokens {manifest.text.tokens} --overwrite`"
             )
 
     @cached_property
@@ -98,8 +93,16 @@ class TextSet(ShardSet):
         ordered = samples[stored]
         lengths = self.lengths[ordered]
         parts: list[memoryview] = []
-        for first, stop in self._spans(ordered) if len(ordered) else ():
-            parts += self._read_span(ordered[first:stop])
+        columns = (self._offset, self._size, self._crc)
+        for start, stop in self._spans(ordered) if len(ordered) else ():
+            near = ordered[start:stop]
+            begins, sizes, crcs = (column[near].tolist() for column in columns)
+            first, end = begins[0], max(begin + size for begin, size in zip(begins, sizes, strict=True))
+            data = memoryview(self._read_range(int(self._shard[near[0]]), first, end - first))
+            for sample, begin, size, crc in zip(near.tolist(), begins, sizes, crcs, strict=True):
+                parts.append(data[begin - first : begin - first + size])
+                if zlib.crc32(parts[-1]) != crc:
+                    raise DataError(self.complaint(sample, BadImage(DAMAGED)))
         flat = np.frombuffer(b"".join(parts), self.text.stored)
         try:
             self._refuse_unknown(flat)
@@ -119,19 +122,6 @@ class TextSet(ShardSet):
         far |= begin[1:] // _SPAN != begin[:-1] // _SPAN
         cuts = [0, *(np.flatnonzero(far) + 1).tolist(), len(samples)]
         return [*itertools.pairwise(cuts)]
-
-    def _read_span(self, samples: NDArray[np.int64]) -> list[memoryview]:
-        """Return the bytes of the ids of sequences that are stored near each other in one shard."""
-        begins, sizes, crcs = (column[samples].tolist() for column in (self._offset, self._size, self._crc))
-        first, end = begins[0], max(begin + size for begin, size in zip(begins, sizes, strict=True))
-        data = memoryview(self._read_range(int(self._shard[samples[0]]), first, end - first))
-        parts = []
-        for place, (begin, size, crc) in enumerate(zip(begins, sizes, crcs, strict=True)):
-            member = data[begin - first : begin - first + size]
-            if zlib.crc32(member) != crc:
-                raise DataError(self.complaint(int(samples[place]), BadImage(DAMAGED)))
-            parts.append(member)
-        return parts
 
     def _refuse_unknown(self, ids: np.ndarray) -> None:
         if ids.max(initial=0) >= self.vocab_size:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitpar.data.shards.manifest import MAX_VOCABULARY, Specials
+from vitpar.data.sources.source import using
 from vitpar.errors import DataError
 from vitpar.io import read_bytes, read_text
 from vitpar.limits import MAX_JSON_BYTES
@@ -50,6 +50,7 @@ _SPACES = " \t\n\r\v\f"
 # Characters of byte-level vocabularies for the bytes of `_SPACES`: GPT-2 maps bytes 0 to 32 to U+0100 and on.
 _BYTE_SPACES = "".join(chr(0x100 + ord(space)) for space in _SPACES)
 _METASPACE = "▁"
+_AGAIN = "save it again with `tokenizers`"
 
 
 @dataclass(frozen=True)
@@ -128,17 +129,6 @@ class ByteTokenizer(Tokenizer):
         return data.decode("utf-8", errors="replace")
 
 
-@contextmanager
-def _errors(words: str) -> Iterator[None]:
-    """Convert errors of the library, whose panics are no Exceptions, to a DataError that begins with `words`."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise DataError(f"{words} ({shown(error)}): save it again with `tokenizers`") from None
-
-
 class FileTokenizer(Tokenizer):
     """Tokenizer from the content of a tokenizer.json.
 
@@ -153,7 +143,7 @@ class FileTokenizer(Tokenizer):
         except ImportError:
             raise DataError(f"'{name}' needs the package tokenizers: pip install tokenizers") from None
         self.file, self._name = file, name
-        with _errors(f"'{name}' is not a tokenizer.json"):
+        with using(f"'{name}' is not a tokenizer.json", _AGAIN):
             self._library = tokenizers.Tokenizer.from_buffer(file)
             # Settings of another program: long padding would fill the memory, and truncation lose text.
             self._library.no_padding()
@@ -188,7 +178,7 @@ class FileTokenizer(Tokenizer):
         return WordTable(begins, blank, _mask(self.vocab_size, self.specials.all))
 
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        with _errors(f"the tokenizer '{self._name}' fails"):  # it uses all cores
+        with using(f"the tokenizer '{self._name}' fails", _AGAIN):  # it uses all cores
             parts = [one.ids for one in self._library.encode_batch_fast(texts, add_special_tokens=False)]
         lengths = np.array([len(part) for part in parts], np.int64)
         ids = np.fromiter(itertools.chain.from_iterable(parts), np.int64, int(lengths.sum()))

@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitpar.data.randomness import SCRAMBLE, STEP
 from vitpar.data.transforms.policies import OPERATIONS
+from vitpar.models.keyed_random import GOLDEN, mix
 
 if TYPE_CHECKING:
     from vitpar.data.transforms.sample import TrainTransform
@@ -234,11 +234,7 @@ def _erased(
     """
     # As many as the largest box could need: that of these boxes is not known without waiting for the device.
     numbers = torch.arange(-(-3 * transform.size**2 // _WORD_BYTES), device=images.device)
-    words = seeds[:, None] + numbers * STEP
-    for shift, factor in SCRAMBLE:
-        words = words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))  # the sign is not to be shifted in
-        words = words * factor
-    quantiles = words.view(torch.uint8)
+    quantiles = mix(seeds[:, None] + numbers * GOLDEN).view(torch.uint8)
     place = torch.arange(transform.size, device=images.device)
     y, x = (place - first[:, None] for first in (top, left))
     inside = ((y >= 0) & (y < height[:, None]))[:, :, None] & ((x >= 0) & (x < width[:, None]))[:, None, :]

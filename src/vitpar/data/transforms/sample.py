@@ -22,8 +22,7 @@ from torch import Tensor
 
 from vitpar.data.randomness import Draws
 from vitpar.data.transforms import DEVICE_KERNELS, CropMode, Interpolation
-from vitpar.data.transforms.choices import Work, draw_changes, draw_crops
-from vitpar.data.transforms.drawn import DrawnBatch
+from vitpar.data.transforms.drawn import DrawnBatch, Work, draw_changes, draw_crops
 from vitpar.data.transforms.operations import fill_colour
 from vitpar.data.transforms.policies import Policy
 from vitpar.errors import RecipeError

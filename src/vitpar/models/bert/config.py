@@ -15,12 +15,28 @@ from vitpar.models.description import SideInput
 from vitpar.text import shown
 
 
+def _sizes(embed_dim: int, depth: int, num_heads: int, vocab_size: int = 30522) -> dict[str, int]:
+    sizes = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "vocab_size": vocab_size}
+    return {**sizes, "mlp_hidden_dim": 4 * embed_dim}
+
+
+SIZES = {"bert_base": _sizes(768, 12, 12), "bert_large": _sizes(1024, 24, 16)}
+"""Fields by the name of a published model."""
+_NAMES = {
+    **SIZES,
+    **{f"bert-{size}-uncased": SIZES[f"bert_{size}"] for size in ("base", "large")},
+    **{f"bert-{size}-cased": {**SIZES[f"bert_{size}"], "vocab_size": 28996} for size in ("base", "large")},
+}
+"""Fields by name, also the hub's."""
+
+
 @dataclass(frozen=True, repr=False)
 class BertConfig(TextConfig):
     """Architecture of a BERT with its head for masked language modelling."""
 
     FAMILY: ClassVar[str] = "bert"
     NEEDED: ClassVar[tuple[str, ...]] = ("embed_dim", "depth", "num_heads")
+    PUBLISHED: ClassVar[tuple[str, ...]] = tuple(SIZES)
 
     name: str
     """Name of the model; only messages use it."""
@@ -66,10 +82,6 @@ class BertConfig(TextConfig):
         hidden = {"mlp_hidden_dim": 4 * options["embed_dim"]} if "embed_dim" in options else {}
         return {**(known or {"positions": options.get("tokens", cls.positions)}), **hidden, **options}
 
-    @classmethod
-    def published(cls) -> tuple[str, ...]:
-        return tuple(SIZES)
-
     @property
     def head_dim(self) -> int:
         """Features of one attention head."""
@@ -95,18 +107,3 @@ class BertConfig(TextConfig):
     @property
     def tiny(self) -> Self:
         return replace(self, embed_dim=8 * self.num_heads, mlp_hidden_dim=16 * self.num_heads, vocab_size=64)
-
-
-def _sizes(embed_dim: int, depth: int, num_heads: int, vocab_size: int = 30522) -> dict[str, int]:
-    sizes = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "vocab_size": vocab_size}
-    return {**sizes, "mlp_hidden_dim": 4 * embed_dim}
-
-
-SIZES = {"bert_base": _sizes(768, 12, 12), "bert_large": _sizes(1024, 24, 16)}
-"""Fields by the name of a published model."""
-_NAMES = {
-    **SIZES,
-    **{f"bert-{size}-uncased": SIZES[f"bert_{size}"] for size in ("base", "large")},
-    **{f"bert-{size}-cased": {**SIZES[f"bert_{size}"], "vocab_size": 28996} for size in ("base", "large")},
-}
-"""Fields by name, also the hub's."""

@@ -7,14 +7,12 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from vitpar.models.bert.config import BertConfig
-from vitpar.models.description import AttentionShape
 from vitpar.models.initial import Rules, constant, lecun_normal, normal
-from vitpar.models.layers import MLP, Layer, LayerNorm, StackedLinear, for_every_sample
-from vitpar.models.text_layers import Embedding, TextLayer, TokenLogits, padding_scores
+from vitpar.models.layers import MLP, Layer, LayerNorm, for_every_sample
+from vitpar.models.text_layers import Embedding, SelfAttention, TextLayer, TokenLogits
 
 
 class Embed(TextLayer):
@@ -37,29 +35,6 @@ class Embed(TextLayer):
         return self.dropped(self.norm(x + for_every_sample(self.pos_embed)[:, : ids.shape[1]]), keys, 0)
 
 
-class BertAttention(nn.Module):
-    """Multi-head self-attention.
-
-    The rows of `qkv` are ordered (head, q|k|v, feature), so that a slice of rows is whole heads.
-    """
-
-    TENSOR_PARALLEL: ClassVar = {"qkv": "column", "proj": "row"}
-
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        self.qkv = StackedLinear(config.embed_dim, 3 * config.embed_dim, (config.head_dim,) * 3)
-        self.proj = nn.Linear(config.embed_dim, config.embed_dim)
-        self.divisible = {"head": config.num_heads}
-        self.attention_shape = AttentionShape(0, config.num_heads, config.head_dim)
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x: [batch, tokens, width] -> the same shape. mask: of all samples that `qkv` gives, [batch, tokens]."""
-        q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim).unbind(0)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=padding_scores(mask, q.dtype))
-        return self.proj(rearrange(x, "b h s d -> b s (h d)"))
-
-
 class Block(TextLayer):
     """Post-norm block: tokens [batch, tokens, width] -> the same shape."""
 
@@ -68,7 +43,7 @@ class Block(TextLayer):
 
     def __init__(self, config: BertConfig, index: int) -> None:
         super().__init__(1 + index, config.dropout)
-        self.attn = BertAttention(config)
+        self.attn = SelfAttention(config)
         self.norm1 = LayerNorm(config.embed_dim, eps=config.norm_eps)
         self.mlp = MLP(config.embed_dim, config.mlp_hidden_dim)
         self.norm2 = LayerNorm(config.embed_dim, eps=config.norm_eps)

@@ -11,9 +11,20 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from vitpar.models.bert.config import BertConfig
-from vitpar.models.config_keys import TRANSFORMERS, ConfigKey, numbers, read_settings, settings_of
 from vitpar.models.convert import Conversion, Exported, Sizes
-from vitpar.models.rows import TABLE, Found, Library, heads, never, row
+from vitpar.models.rows import (
+    TABLE,
+    TRANSFORMERS,
+    ConfigKey,
+    Found,
+    Library,
+    heads,
+    never,
+    numbers,
+    read_settings,
+    row,
+    settings_of,
+)
 
 _EMBEDDINGS, _LAYER, _HEAD = "bert.embeddings", "bert.encoder.layer.{}", "cls.predictions"
 _SECOND_BIAS = f"{_HEAD}.decoder.bias"

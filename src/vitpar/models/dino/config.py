@@ -43,6 +43,7 @@ class DINOConfig(ViTConfig):
     """
 
     FAMILY: ClassVar[str] = "dino"
+    PUBLISHED: ClassVar[tuple[str, ...]] = ()
     TASK: ClassVar[str] = "dino"
     CALIBRATED: ClassVar[bool] = False
 
@@ -192,10 +193,6 @@ class DINOConfig(ViTConfig):
         own_options = {key: value for key, value in options.items() if key not in shared}
         changed: dict[str, Any] = {"num_classes": cls.num_classes, **own_options}
         return replace(plain, **changed)
-
-    @classmethod
-    def published(cls) -> tuple[str, ...]:
-        return ()
 
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses:
         return (), ()  # not counted

@@ -18,6 +18,14 @@ from vitpar.models.description import MadeTensor
 from vitpar.models.vit.config import ViTConfig
 from vitpar.text import shown
 
+SIZES: dict[str, dict[str, Any]] = {
+    "base": {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12},
+    "large": {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16},
+    "huge": {"patch_size": 14, "embed_dim": 1280, "depth": 32, "num_heads": 16},
+}
+"""Sizes of the encoder by the end of a name."""
+_NAME = re.compile(r"mae_vit_(base|large|huge)(?:_patch([1-9][0-9]{0,4}))?(?:_([1-9][0-9]{0,4}))?")
+
 
 @dataclass(frozen=True, repr=False)
 class MAEConfig(EncoderDecoder):
@@ -29,6 +37,7 @@ class MAEConfig(EncoderDecoder):
 
     FAMILY: ClassVar[str] = "mae"
     NEEDED: ClassVar[tuple[str, ...]] = ("patch_size", "embed_dim", "depth", "num_heads")
+    PUBLISHED: ClassVar[tuple[str, ...]] = tuple(f"mae_vit_{size}" for size in SIZES)
     TASK: ClassVar[str] = "mae"
 
     name: str
@@ -106,7 +115,12 @@ class MAEConfig(EncoderDecoder):
 
     @property
     def pretrained(self) -> tuple[ModelConfig, Mapping[str, MadeTensor]]:
-        return self.encoder, late_module("vitpar.models.mae.layers").encoder_parameters(self)
+        # Without a classifier; fixed positions become learned.
+        layers = late_module("vitpar.models.mae.layers")
+        made = {name: MadeTensor((name,)) for name in self.encoder.shapes}
+        made["embed.pos_embed"] = MadeTensor((), lambda: layers.positions_with_class(self, self.embed_dim))
+        made |= {f"head.norm.{end}": MadeTensor((f"{self.dec_embed}.norm.{end}",)) for end in ("weight", "bias")}
+        return self.encoder, {name: tensor for name, tensor in made.items() if not name.startswith("head.fc.")}
 
     @cached_property
     def encoder(self) -> ViTConfig:
@@ -149,10 +163,6 @@ class MAEConfig(EncoderDecoder):
         fields.setdefault("decoder_mlp_hidden_dim", 4 * fields.get("decoder_embed_dim", cls.decoder_embed_dim))
         return fields
 
-    @classmethod
-    def published(cls) -> tuple[str, ...]:
-        return tuple(f"mae_vit_{size}" for size in SIZES)
-
     @property
     def large(self) -> bool:
         return self.embed_dim > 768 or self.depth > 12
@@ -167,12 +177,3 @@ class MAEConfig(EncoderDecoder):
             decoder_embed_dim=8 * decoding,
             decoder_mlp_hidden_dim=16 * decoding,
         )
-
-
-SIZES: dict[str, dict[str, Any]] = {
-    "base": {"patch_size": 16, "embed_dim": 768, "depth": 12, "num_heads": 12},
-    "large": {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16},
-    "huge": {"patch_size": 14, "embed_dim": 1280, "depth": 32, "num_heads": 16},
-}
-"""Sizes of the encoder by the end of a name."""
-_NAME = re.compile(r"mae_vit_(base|large|huge)(?:_patch([1-9][0-9]{0,4}))?(?:_([1-9][0-9]{0,4}))?")

@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.description import MODES, MadeTensor
+from vitpar.models.description import MODES
 from vitpar.models.initial import Rules, constant, lecun_normal, normal, xavier_uniform
 from vitpar.models.keyed_random import at_place, keyed_uniform
 from vitpar.models.layers import Layer, LayerNorm, for_every_sample
@@ -50,15 +50,6 @@ def positions_with_class(config: MAEConfig, width: int) -> Tensor:
 
 def _keys(keys: Tensor | None, x: Tensor) -> Tensor:
     return torch.zeros(len(x), dtype=torch.int64, device=x.device) if keys is None else keys
-
-
-def encoder_parameters(config: MAEConfig) -> dict[str, MadeTensor]:
-    """Return how parameters of `MAEConfig.encoder` are made, without a classifier; fixed positions become learned."""
-    tensors = {name: MadeTensor((name,)) for name in config.encoder.shapes if not name.startswith("head.")}
-    tensors["embed.pos_embed"] = MadeTensor((), lambda: positions_with_class(config, config.embed_dim))
-    for end in ("weight", "bias"):
-        tensors[f"head.norm.{end}"] = MadeTensor((f"{config.dec_embed}.norm.{end}",))
-    return tensors
 
 
 class Embed(Positioned):

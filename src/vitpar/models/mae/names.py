@@ -12,12 +12,24 @@ from typing import Any
 from torch import Tensor
 
 from vitpar.errors import DataError
-from vitpar.models.config_keys import TRANSFORMERS_IMAGES, input_size, numbers, read_settings, settings_of
 from vitpar.models.convert import Conversion, Exported, Sizes
 from vitpar.models.description import block_name
 from vitpar.models.mae.config import MAEConfig
 from vitpar.models.mae.layers import positions_with_class
-from vitpar.models.rows import KERNEL, Found, Library, Row, heads, row, stored
+from vitpar.models.rows import (
+    KERNEL,
+    TRANSFORMERS_IMAGES,
+    Found,
+    Library,
+    Row,
+    heads,
+    input_size,
+    numbers,
+    read_settings,
+    row,
+    settings_of,
+    stored,
+)
 from vitpar.models.vit.names import ViTWeights
 
 

@@ -19,6 +19,28 @@ from vitpar.models.description import ExtraPasses, block_index, is_block
 from vitpar.text import either, shown
 
 
+def _sizes(embed_dim: int, depths: tuple[int, ...], first_heads: int) -> dict[str, Any]:
+    heads = tuple(first_heads * 2**stage for stage in range(len(depths)))
+    return {"embed_dim": embed_dim, "depths": depths, "num_heads": heads}
+
+
+_NAME = re.compile("(swin_[a-z0-9]{1,9})_patch([0-9]{1,9})_window([0-9]{1,9})_([0-9]{1,9})")
+SIZES: dict[str, dict[str, Any]] = {
+    "swin_nano": _sizes(32, (2, 2, 2), 2),  # ours: small enough for a laptop's processes
+    "swin_tiny": _sizes(96, (2, 2, 6, 2), 3),
+    "swin_small": _sizes(96, (2, 2, 18, 2), 3),
+    "swin_base": _sizes(128, (2, 2, 18, 2), 4),
+    "swin_large": _sizes(192, (2, 2, 18, 2), 6),
+    "swin_huge": _sizes(320, (2, 2, 26, 2), 8),
+    "swin_huge48": _sizes(320, (2, 2, 42, 2), 8),
+}
+SHIPPED = (
+    *(f"swin_{size}_patch4_window7_224" for size in ("tiny", "small", "base", "large", "huge", "huge48")),
+    *(f"swin_{size}_patch4_window12_384" for size in ("base", "large")),
+)
+"""Names that stand for a published model; any other patch, window and image size that fits is a name too."""
+
+
 @dataclass(frozen=True)
 class SwinStage:
     """Blocks that compute tokens of the same number and width."""
@@ -64,6 +86,7 @@ class SwinConfig(ModelConfig):
 
     FAMILY: ClassVar[str] = "swin"
     NEEDED: ClassVar[tuple[str, ...]] = ("patch_size", "embed_dim", "depths", "num_heads")
+    PUBLISHED: ClassVar[tuple[str, ...]] = SHIPPED
 
     name: str
     """timm's model name or swin_custom; only messages use it."""
@@ -197,10 +220,6 @@ class SwinConfig(ModelConfig):
         numbers = zip(("patch_size", "window_size", "image_size"), map(int, match.groups()[1:]), strict=True)
         return SIZES[match[1]] | dict(numbers)
 
-    @classmethod
-    def published(cls) -> tuple[str, ...]:
-        return SHIPPED
-
     def kind_of(self, name: str) -> tuple[str, str | None]:
         if not is_block(name):
             return super().kind_of(name)
@@ -210,25 +229,3 @@ class SwinConfig(ModelConfig):
     def extra_passes(self, plain: Collection[str], whole: bool) -> ExtraPasses:
         # Counted: no difference but the bias of fc1, which the estimate subtracts for every family that was counted.
         return (), ()
-
-
-def _sizes(embed_dim: int, depths: tuple[int, ...], first_heads: int) -> dict[str, Any]:
-    heads = tuple(first_heads * 2**stage for stage in range(len(depths)))
-    return {"embed_dim": embed_dim, "depths": depths, "num_heads": heads}
-
-
-_NAME = re.compile("(swin_[a-z0-9]{1,9})_patch([0-9]{1,9})_window([0-9]{1,9})_([0-9]{1,9})")
-SIZES: dict[str, dict[str, Any]] = {
-    "swin_nano": _sizes(32, (2, 2, 2), 2),  # ours: small enough for a laptop's processes
-    "swin_tiny": _sizes(96, (2, 2, 6, 2), 3),
-    "swin_small": _sizes(96, (2, 2, 18, 2), 3),
-    "swin_base": _sizes(128, (2, 2, 18, 2), 4),
-    "swin_large": _sizes(192, (2, 2, 18, 2), 6),
-    "swin_huge": _sizes(320, (2, 2, 26, 2), 8),
-    "swin_huge48": _sizes(320, (2, 2, 42, 2), 8),
-}
-SHIPPED = (
-    *(f"swin_{size}_patch4_window7_224" for size in ("tiny", "small", "base", "large", "huge", "huge48")),
-    *(f"swin_{size}_patch4_window12_384" for size in ("base", "large")),
-)
-"""Names that stand for a published model; any other patch, window and image size that fits is a name too."""

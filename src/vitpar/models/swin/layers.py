@@ -15,6 +15,7 @@ from vitpar.models.description import MODES, AttentionShape
 from vitpar.models.initial import Rules, constant, lecun_normal, normal, patch_convolution
 from vitpar.models.layers import MLP, Layer, LayerNorm, ResidualBlock, StackedLinear
 from vitpar.models.swin.config import SwinConfig, SwinStage
+from vitpar.models.vit.layers import PatchEmbed
 from vitpar.sharded import to_local
 
 MASKED = -100.0
@@ -33,21 +34,18 @@ def shift_mask(grid: int, window: int, shift: int) -> Tensor:
     return torch.where(tokens[:, :, None] == tokens[:, None, :], 0.0, MASKED)
 
 
-class NormedPatchEmbed(nn.Module):
+class NormedPatchEmbed(PatchEmbed):
     """Patch embedding by one linear and a norm: images [batch, channels, height, width] -> [batch, patches, width]."""
 
-    TENSOR_PARALLEL: ClassVar = {"proj": "embedding", "norm": "norm"}
+    TENSOR_PARALLEL: ClassVar = {**PatchEmbed.TENSOR_PARALLEL, "norm": "norm"}
 
     def __init__(self, config: SwinConfig) -> None:
-        super().__init__()
-        self.patch_size = config.patch_size
-        self.proj = nn.Linear(config.channels * config.patch_size**2, config.embed_dim)
+        super().__init__(config)
         self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
 
     def forward(self, images: Tensor) -> Tensor:
         """images: [batch, channels, size, size], normalised."""
-        p = self.patch_size
-        return self.norm(self.proj(rearrange(images, "b c (h p) (w q) -> b (h w) (c p q)", p=p, q=p)))
+        return self.norm(super().forward(images))
 
 
 class Embed(Layer):

@@ -17,18 +17,25 @@ from einops import rearrange
 
 from vitpar.errors import DataError
 from vitpar.limits import MAX_WIDTH
-from vitpar.models.config_keys import (
+from vitpar.models.convert import Conversion, Exported, Sizes
+from vitpar.models.description import block_name
+from vitpar.models.rows import (
+    KERNEL,
     TIMM,
+    Found,
+    Library,
+    Packing,
+    Row,
+    Shapes,
     input_size,
+    interleaved,
     numbers,
     read_settings,
     refuse_other_parts,
+    row,
     settings_of,
     shortest_ratio,
 )
-from vitpar.models.convert import Conversion, Exported, Sizes
-from vitpar.models.description import block_name
-from vitpar.models.rows import KERNEL, Found, Library, Packing, Row, Shapes, interleaved, row
 from vitpar.models.swin.config import SHIPPED, SwinConfig
 
 _BIASES = Packing(

@@ -6,6 +6,7 @@ released_checkpoints.md). Names are vitpar's or the Hugging Face hub's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
@@ -20,6 +21,25 @@ TABLE = "attn.relative_attention_bias"
 """Name of the table of biases by relative position, in every block of the encoder and the decoder."""
 
 
+def _sizes(embed_dim: int, depth: int, num_heads: int, head_dim: int, mlp_hidden_dim: int) -> dict[str, Any]:
+    sizes = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "head_dim": head_dim}
+    return {**sizes, "mlp_hidden_dim": mlp_hidden_dim}
+
+
+_OF_1_1 = {"activation": "geglu_tanh", "tied": False}
+SIZES: dict[str, dict[str, Any]] = {
+    "t5_small": _sizes(512, 6, 8, 64, 2048),
+    "t5_base": _sizes(768, 12, 12, 64, 3072),
+    "t5_large": _sizes(1024, 24, 16, 64, 4096),
+    "t5_3b": _sizes(1024, 24, 32, 128, 16384),
+    "t5_v1_1_small": _sizes(512, 8, 6, 64, 1024) | _OF_1_1,
+    "t5_v1_1_base": _sizes(768, 12, 12, 64, 2048) | _OF_1_1,
+    "t5_v1_1_large": _sizes(1024, 24, 16, 64, 2816) | _OF_1_1,
+    "t5_v1_1_xl": _sizes(2048, 24, 32, 64, 5120) | _OF_1_1,
+}
+"""Fields by the name of a published model; xl has 3 billion parameters, as 3b."""
+
+
 @dataclass(frozen=True, repr=False)
 class T5Config(EncoderDecoder, TextConfig):
     """Architecture of a T5.
@@ -30,6 +50,7 @@ class T5Config(EncoderDecoder, TextConfig):
 
     FAMILY: ClassVar[str] = "t5"
     NEEDED: ClassVar[tuple[str, ...]] = ("embed_dim", "depth", "num_heads")
+    PUBLISHED: ClassVar[tuple[str, ...]] = tuple(SIZES)
 
     name: str
     """Name of the model; only messages use it."""
@@ -84,7 +105,9 @@ class T5Config(EncoderDecoder, TextConfig):
 
     @classmethod
     def fields_of(cls, name: str) -> Mapping[str, Any] | None:
-        return _NAMES.get(name)
+        # Names of the hub are google-t5/t5-small, google/t5-v1_1-small …
+        plain = re.sub(r"^google(-t5)?/", "", name).replace("-", "_")
+        return SIZES.get({"t5_v1_1_3b": "t5_v1_1_xl"}.get(plain, plain))
 
     @classmethod
     def completed(cls, known: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,10 +116,6 @@ class T5Config(EncoderDecoder, TextConfig):
             width, heads = fields["embed_dim"], fields["num_heads"]
             fields = {"mlp_hidden_dim": 4 * width, "head_dim": max(1, width // heads), **fields}
         return {"decoder_depth": fields["depth"], **fields}
-
-    @classmethod
-    def published(cls) -> tuple[str, ...]:
-        return tuple(SIZES)
 
     @property
     def inner_dim(self) -> int:
@@ -133,37 +152,3 @@ class T5Config(EncoderDecoder, TextConfig):
     @property
     def output_shape(self) -> tuple[int, ...]:
         return self.decoder_tokens, self.vocab_size
-
-
-def _sizes(embed_dim: int, depth: int, num_heads: int, head_dim: int, mlp_hidden_dim: int) -> dict[str, Any]:
-    sizes = {"embed_dim": embed_dim, "depth": depth, "num_heads": num_heads, "head_dim": head_dim}
-    return {**sizes, "mlp_hidden_dim": mlp_hidden_dim}
-
-
-_OF_1_1 = {"activation": "geglu_tanh", "tied": False}
-SIZES: dict[str, dict[str, Any]] = {
-    "t5_small": _sizes(512, 6, 8, 64, 2048),
-    "t5_base": _sizes(768, 12, 12, 64, 3072),
-    "t5_large": _sizes(1024, 24, 16, 64, 4096),
-    "t5_3b": _sizes(1024, 24, 32, 128, 16384),
-    "t5_v1_1_small": _sizes(512, 8, 6, 64, 1024) | _OF_1_1,
-    "t5_v1_1_base": _sizes(768, 12, 12, 64, 2048) | _OF_1_1,
-    "t5_v1_1_large": _sizes(1024, 24, 16, 64, 2816) | _OF_1_1,
-    "t5_v1_1_xl": _sizes(2048, 24, 32, 64, 5120) | _OF_1_1,
-}
-"""Fields by the name of a published model; xl has 3 billion parameters, as 3b."""
-_NAMES = {
-    **SIZES,
-    "t5_v1_1_3b": SIZES["t5_v1_1_xl"],
-    **{
-        f"{owner}t5-{size}": SIZES[f"t5_{size}"]
-        for owner in ("", "google-t5/")
-        for size in ("small", "base", "large", "3b")
-    },
-    **{
-        f"{owner}t5-v1_1-{size}": SIZES[f"t5_v1_1_{size}"]
-        for owner in ("", "google/")
-        for size in ("small", "base", "large", "xl")
-    },
-}
-"""Fields by name, also the hub's."""

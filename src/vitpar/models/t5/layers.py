@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.description import AttentionShape
 from vitpar.models.initial import Rules, constant, lecun_normal, normal
 from vitpar.models.layers import MLP, Layer, StackedLinear
 from vitpar.models.t5.config import T5Config
-from vitpar.models.text_layers import Embedding, TextLayer, TokenLogits, masked, padding_scores
+from vitpar.models.text_layers import Embedding, SelfAttention, TextLayer, TokenLogits, masked, padding_scores
 
 
 def buckets(tokens: int, number: int, max_distance: int, *, both_ways: bool) -> Tensor:
@@ -41,28 +40,22 @@ def buckets(tokens: int, number: int, max_distance: int, *, both_ways: bool) -> 
     return first + torch.where(distance < exact, distance, large.clamp(max=number - 1))
 
 
-class SelfAttention(nn.Module):
+class RelativeAttention(SelfAttention):
     """Multi-head self-attention without scaling, with a learned bias for each bucket of relative positions and head.
-
-    The rows of `qkv` are ordered (head, q|k|v, feature), so that a slice of rows is whole heads.
 
     decodes: whether it is the decoder's, where a token attends to itself and earlier ones only.
     """
 
-    TENSOR_PARALLEL: ClassVar = {"qkv": "column", "relative_attention_bias": "table", "proj": "row"}
+    TENSOR_PARALLEL: ClassVar = {**SelfAttention.TENSOR_PARALLEL, "relative_attention_bias": "table"}
+    scale = 1.0
     bucket: Tensor
 
     def __init__(self, config: T5Config, decodes: bool) -> None:
-        super().__init__()
-        c = config
-        self.config, self.decodes, self.head_dim, self.first_head = c, decodes, c.head_dim, 0
-        self.tokens = c.decoder_tokens if decodes else c.tokens
+        super().__init__(config, bias=False, biased=True)
+        self.config, self.decodes, self.first_head = config, decodes, 0
+        self.tokens = config.decoder_tokens if decodes else config.tokens
         # Three dimensions, as other biases of scores: weight decay leaves them out.
-        self.relative_attention_bias = nn.Parameter(torch.empty(c.num_heads, 1, c.num_buckets))
-        self.qkv = StackedLinear(c.embed_dim, 3 * c.inner_dim, (c.head_dim,) * 3, bias=False)
-        self.proj = nn.Linear(c.inner_dim, c.embed_dim, bias=False)
-        self.divisible = {"head": c.num_heads}
-        self.attention_shape = AttentionShape(0, c.num_heads, c.head_dim, biased=True)
+        self.relative_attention_bias = nn.Parameter(torch.empty(config.num_heads, 1, config.num_buckets))
         self.register_buffer("bucket", torch.empty(2 * self.tokens - 1, dtype=torch.int64), persistent=False)
 
     def reset_buffers(self) -> None:
@@ -70,24 +63,17 @@ class SelfAttention(nn.Module):
         c = self.config
         self.bucket.copy_(buckets(self.tokens, c.num_buckets, c.max_distance, both_ways=not self.decodes))
 
-    def _added_to_scores(self, tokens: int, heads: int, mask: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def added_to_scores(self, q: Tensor, mask: Tensor | None) -> Tensor:
         """Return the biases with the masks: [1 or batch, heads, tokens, tokens]."""
-        places = torch.arange(tokens, device=self.bucket.device)
+        places = torch.arange(q.shape[2], device=self.bucket.device)
         relative = places - places[:, None]
-        table = self.relative_attention_bias[self.first_head : self.first_head + heads, 0]
+        table = self.relative_attention_bias[self.first_head : self.first_head + q.shape[1], 0]
         # In the table's float32: the gradient of a bias sums those of many scores.
-        bias = table[:, self.bucket][:, relative + self.tokens - 1].to(dtype)
+        bias = table[:, self.bucket][:, relative + self.tokens - 1].to(q.dtype)
         if self.decodes:
-            bias = bias.masked_fill(relative > 0, masked(dtype))
-        padding = padding_scores(mask, dtype)
+            bias = bias.masked_fill(relative > 0, masked(q.dtype))
+        padding = padding_scores(mask, q.dtype)
         return bias[None] if padding is None else bias + padding
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """x: [batch, tokens, width] -> the same shape. mask: of all samples that `qkv` gives, [batch, tokens]."""
-        q, k, v = rearrange(self.qkv(x), "b s (h three d) -> three b h s d", three=3, d=self.head_dim).unbind(0)
-        added = self._added_to_scores(q.shape[2], q.shape[1], mask, q.dtype)
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=1.0)
-        return self.proj(rearrange(x, "b h s d -> b s (h d)"))
 
 
 class CrossAttention(nn.Module):
@@ -169,7 +155,7 @@ class T5Block(TextLayer):
         self.norm1, self.norm2 = _norm(config), _norm(config)
         if decodes:
             self.norm3 = _norm(config)
-        self.attn = SelfAttention(config, decodes)
+        self.attn = RelativeAttention(config, decodes)
         if decodes:
             self.cross_attn = CrossAttention(config)
         self.mlp = MLP(config.embed_dim, config.mlp_hidden_dim, config.activation, bias=False)

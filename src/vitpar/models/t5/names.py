@@ -10,18 +10,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from vitpar.models.config_keys import ConfigKey, numbers, read_settings, settings_of
 from vitpar.models.convert import Conversion, Exported, Sizes
 from vitpar.models.description import block_name
-from vitpar.models.rows import GATES, SAME, Found, Library, Packing, Row, heads, row
+from vitpar.models.rows import (
+    GATES,
+    SAME,
+    ConfigKey,
+    Found,
+    Library,
+    Packing,
+    Row,
+    heads,
+    numbers,
+    read_settings,
+    row,
+    settings_of,
+)
 from vitpar.models.t5.config import TABLE, T5Config
 
 _WORDS, _LOGITS = "embed.word_embeddings.weight", "head.fc.weight"
 _BIASES = Packing(lambda c, table: table.T[:, None], lambda c, table: table[:, 0].T)
-
-
-def _gated(config: T5Config) -> bool:
-    return config.gates == 2
 
 
 def _rows(stack: str, mlp: int) -> tuple[Row, ...]:
@@ -33,7 +41,9 @@ def _rows(stack: str, mlp: int) -> tuple[Row, ...]:
         row(f"{ours}.attn.proj.weight", f"{attention}.o.weight"),
         row(f"{ours}.{TABLE}", f"{attention}.relative_attention_bias.weight", _BIASES),
         *(row(f"{ours}.norm{n + 1}.weight", f"{theirs}.{n}.layer_norm.weight") for n in range(mlp + 1)),
-        row(f"{ours}.mlp.fc1.weight", [f"{dense}.wi_{n}.weight" for n in (0, 1)], GATES, written=_gated),
+        row(
+            f"{ours}.mlp.fc1.weight", [f"{dense}.wi_{n}.weight" for n in (0, 1)], GATES, written=lambda c: c.gates == 2
+        ),
         row(f"{ours}.mlp.fc1.weight", f"{dense}.wi.weight"),
         row(f"{ours}.mlp.fc2.weight", f"{dense}.wo.weight"),
     )

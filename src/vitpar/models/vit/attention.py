@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from vitpar.models.compiled import is_whole, linear_heads, multiply, trains_compiled
+from vitpar.models.compiled import attend_packed, is_whole, linear_heads, multiply, packs_attention, trains_compiled
 from vitpar.models.description import AttentionShape
 from vitpar.models.layers import MLP, NORMS, StackedLinear, for_every_sample
-from vitpar.models.packed_attention import attend_packed, packs_attention
 from vitpar.models.vit.config import ViTConfig
 from vitpar.sharded import to_local
 

@@ -11,8 +11,8 @@ from vitpar.errors import ModelError
 from vitpar.limits import MAX_MEASURE
 from vitpar.models.bases import check_fields, check_tokens
 from vitpar.models.config import GATED, ModelConfig, late_module
-from vitpar.models.description import Adapted, ExtraPasses
-from vitpar.models.vit.published import PUBLISHED, fields_of
+from vitpar.models.description import Adapted, ExtraPasses, MadeTensor
+from vitpar.models.vit import published
 from vitpar.text import shown
 
 
@@ -22,6 +22,7 @@ class ViTConfig(ModelConfig):
 
     FAMILY: ClassVar[str] = "vit"
     NEEDED: ClassVar[tuple[str, ...]] = ("patch_size", "embed_dim", "depth", "num_heads")
+    PUBLISHED: ClassVar[tuple[str, ...]] = published.PUBLISHED
     CALIBRATED: ClassVar[bool] = True
 
     name: str
@@ -184,16 +185,12 @@ class ViTConfig(ModelConfig):
 
     @classmethod
     def fields_of(cls, name: str) -> Mapping[str, Any] | None:
-        return fields_of(name)
+        return published.fields_of(name)
 
     @classmethod
     def completed(cls, known: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         hidden = {"mlp_hidden_dim": 4 * options["embed_dim"]} if "embed_dim" in options else {}
         return {**known, **hidden, **options}
-
-    @classmethod
-    def published(cls) -> tuple[str, ...]:
-        return PUBLISHED
 
     def layers_above(self, parameter: str) -> int:
         # timm's groups have a norm after the mean in the head, and one before it in the last block.
@@ -228,8 +225,17 @@ class ViTConfig(ModelConfig):
         return stream, heads
 
     def adapted(self, there: ModelConfig) -> Adapted | None:
-        made: Adapted | None = late_module("vitpar.models.vit.names").averaging(self, there)
-        return made
+        # So masked autoencoders are fine-tuned (arXiv 2111.06377). With `fc_norm` a new norm normalises the means.
+        if not isinstance(there, ViTConfig) or there.distillation or (there.pool, self.pool) != ("cls", "avg"):
+            return None
+        if self.num_reg_tokens != there.num_reg_tokens + 1:
+            return None
+        names = ("embed.cls_token", *(["embed.reg_token"] if there.num_reg_tokens else []))
+        made = replace(there, pool="avg", num_reg_tokens=self.num_reg_tokens, fc_norm=self.fc_norm)
+        kept = ("head.norm.weight", "head.norm.bias") if self.fc_norm else ()
+        change = "the class token becomes a register, and tokens are averaged"
+        registers = MadeTensor(names, lambda *tokens: late_module("torch").cat(tokens, 1))
+        return Adapted(made, {"embed.reg_token": registers}, change, kept)
 
     def resized(self, image_size: int) -> Self | None:
         return replace(self, image_size=image_size) if self.rope == "none" else None

@@ -12,7 +12,9 @@ from typing import Any
 
 from vitpar.errors import DataError
 from vitpar.limits import MAX_TOKENS
-from vitpar.models.config_keys import (
+from vitpar.models.convert import Conversion, Exported
+from vitpar.models.description import MadeTensor
+from vitpar.models.rows import (
     TIMM,
     TRANSFORMERS_IMAGES,
     numbers,
@@ -20,8 +22,6 @@ from vitpar.models.config_keys import (
     settings_of,
     shortest_ratio,
 )
-from vitpar.models.convert import Conversion, Exported
-from vitpar.models.description import MadeTensor
 from vitpar.models.vit.config import ViTConfig
 from vitpar.models.vit.published import PUBLISHED
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -45,11 +45,14 @@ def resampling(before: int, after: int) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Patch embedding by one linear: images [batch, channels, height, width] -> [batch, patches, width]."""
+    """Patch embedding by one linear: images [batch, channels, height, width] -> [batch, patches, width].
+
+    config: with `patch_size`, `channels` and `embed_dim`.
+    """
 
     TENSOR_PARALLEL: ClassVar = {"proj": "embedding"}
 
-    def __init__(self, config: ViTConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.patch_size = config.patch_size
         self.proj = nn.Linear(config.channels * config.patch_size**2, config.embed_dim)

@@ -19,9 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from vitpar.models import rows
-from vitpar.models.config import ModelConfig
 from vitpar.models.convert import Conversion, Exported, Sizes
-from vitpar.models.description import Adapted, MadeTensor
 from vitpar.models.rows import GATES, KERNEL, SAME, TABLE, Packing, Row, heads, never, only_read, row, stored
 from vitpar.models.vit.config import ViTConfig
 from vitpar.models.vit.exports import is_eva, kind, timm, transformers
@@ -230,23 +228,6 @@ LIBRARIES = {
     ),
 }
 """Names by library."""
-
-
-def averaging(config: ViTConfig, there: ModelConfig) -> Adapted | None:
-    """Return weights of `there` for `config`, which has a register where they have a class token; None otherwise.
-
-    So masked autoencoders are fine-tuned (arXiv 2111.06377). With `fc_norm` the means are normalised by a new norm.
-    """
-    if not isinstance(there, ViTConfig) or there.distillation or (there.pool, config.pool) != ("cls", "avg"):
-        return None
-    if config.num_reg_tokens != there.num_reg_tokens + 1:
-        return None
-    names = ("embed.cls_token", *(["embed.reg_token"] if there.num_reg_tokens else []))
-    made = replace(there, pool="avg", num_reg_tokens=config.num_reg_tokens, fc_norm=config.fc_norm)
-    kept = ("head.norm.weight", "head.norm.bias") if config.fc_norm else ()
-    change = "the class token becomes a register, and tokens are averaged"
-    registers = MadeTensor(names, lambda *tokens: torch.cat(tokens, 1))
-    return Adapted(made, {"embed.reg_token": registers}, change, kept)
 
 
 class ViTWeights(Conversion):

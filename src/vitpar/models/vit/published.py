@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from braceexpand import braceexpand
+
 Fields = Mapping[str, Any]
 
 
@@ -150,43 +152,23 @@ def fields_of(name: str) -> dict[str, Any] | None:
     }
 
 
-def _siglip(words: str) -> tuple[str, ...]:
-    sizes = {
-        "base_patch32": (256,),
-        "base_patch16": (224, 256, 384, 512),
-        "large_patch16": (256, 384, 512),
-        "so400m_patch14": (224, 378),
-        "so400m_patch16": (256, 384, 512),
-        "giantopt_patch16": (256, 384),
-    }
-    return tuple(f"vit_{size}_{words}_{image}" for size, images in sizes.items() for image in images)
-
-
-PUBLISHED = (
-    *(
-        f"{family}_patch{patch}_224"
-        for family in ("vit_tiny", "vit_small", "vit_base", "vit_large")
-        for patch in (16, 32)
-    ),
-    "vit_base_patch8_224",
-    "vit_large_patch14_224",
-    *(f"{family}_patch14_224" for family in ("vit_huge", "vit_giant", "vit_gigantic", "vit_22b")),
-    *(f"deit_{size}{kind}_patch16_224" for size in ("tiny", "small", "base") for kind in ("", "_distilled")),
-    *(f"deit3_{size}_patch16_{image}" for size in ("small", "base", "large") for image in (224, 384)),
-    "deit3_medium_patch16_224",
-    "deit3_huge_patch14_224",
-    *(
-        f"vit_{size}_patch14_{words}"
-        for words in ("dinov2", "reg4_dinov2")
-        for size in ("small", "base", "large", "giant")
-    ),
-    *(f"vit_{size}_patch16_dinov3" for size in ("small", "small_plus", "base", "large", "huge_plus", "7b")),
-    *(f"vit_{size}_patch16_dinov3_qkvb" for size in ("tiny", "small", "small_plus", "base", "large", "huge_plus")),
-    *(f"eva02_{size}_patch14_{image}" for size in ("tiny", "small") for image in (224, 336)),
-    *(f"eva02_{size}_patch14_{image}" for size in ("base", "large") for image in (224, 448)),
-    *_siglip("siglip"),
-    *_siglip("siglip_gap"),
-    *(f"vit_{size}" for size in ("medium_patch16_gap_256", "base_patch16_gap_224", "huge_patch14_gap_224")),
-    *(f"vit5_{size}_patch16_224" for size in ("small", "base", "large", "xlarge")),
+PUBLISHED = tuple(
+    braceexpand(
+        "{vit_{tiny,small,base,large}_patch{16,32}_224,vit_base_patch8_224,vit_large_patch14_224,"
+        "vit_{huge,giant,gigantic,22b}_patch14_224,"
+        "deit_{tiny,small,base}{,_distilled}_patch16_224,"
+        "deit3_{small,base,large}_patch16_{224,384},deit3_medium_patch16_224,deit3_huge_patch14_224,"
+        "vit_{small,base,large,giant}_patch14_dinov2,vit_{small,base,large,giant}_patch14_reg4_dinov2,"
+        "vit_{small,small_plus,base,large,huge_plus,7b}_patch16_dinov3,"
+        "vit_{tiny,small,small_plus,base,large,huge_plus}_patch16_dinov3_qkvb,"
+        "eva02_{tiny,small}_patch14_{224,336},eva02_{base,large}_patch14_{224,448},"
+        "vit_base_patch32_siglip_256,vit_base_patch16_siglip_{224,256,384,512},vit_large_patch16_siglip_{256,384,512},"
+        "vit_so400m_patch14_siglip_{224,378},vit_so400m_patch16_siglip_{256,384,512},vit_giantopt_patch16_siglip_{256,384},"
+        "vit_base_patch32_siglip_gap_256,vit_base_patch16_siglip_gap_{224,256,384,512},"
+        "vit_large_patch16_siglip_gap_{256,384,512},vit_so400m_patch14_siglip_gap_{224,378},"
+        "vit_so400m_patch16_siglip_gap_{256,384,512},vit_giantopt_patch16_siglip_gap_{256,384},"
+        "vit_medium_patch16_gap_256,vit_base_patch16_gap_224,vit_huge_patch14_gap_224,"
+        "vit5_{small,base,large,xlarge}_patch16_224}"
+    )
 )
 """Names that stand for a published model; any other patch and image size of a family is a name too."""

@@ -8,9 +8,8 @@ from typing import Any
 
 from vitpar.errors import DataError
 from vitpar.models.config import GATED
-from vitpar.models.config_keys import TRANSFORMERS_IMAGES, ConfigKey, input_size, read_settings, refuse_word
 from vitpar.models.convert import Sizes
-from vitpar.models.rows import Found
+from vitpar.models.rows import TRANSFORMERS_IMAGES, ConfigKey, Found, input_size, read_settings, refuse_word
 from vitpar.models.vit.config import ViTConfig
 from vitpar.models.vit.published import SIZES, fields_of
 

@@ -48,11 +48,10 @@ def training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp2", "pp2xdp2"])
-def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, place: Path) -> None:
+def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(place: Path) -> None:
     """A stopped rank cannot answer the watchdog, so the other ranks must notice and name it."""
-    name = f"stopped-{mesh}"
-    with training(place, name, mesh) as (process, ranks):
+    name = "stopped"
+    with training(place, name, "dp2") as (process, ranks):
         os.kill(
             next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()), signal.SIGSTOP
         )
@@ -63,7 +62,7 @@ def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, pla
         assert "computing step" in errors
         wait_for(lambda: not alive(ranks), process, ended=True)
     dumps = {path.name: path.read_text() for path in (place / name / "hang").iterdir()}
-    assert dumps.keys() == {f"rank{rank}.txt" for rank in range(len(ranks)) if rank != 1}
+    assert dumps.keys() == {"rank0.txt"}
     # A rank waits in one of the step's collectives: activations or gradients, their norm, or the logged losses.
     waits = ("forward_backward", "total_norms", "flush")
     for text in dumps.values():

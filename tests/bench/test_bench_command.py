@@ -130,6 +130,7 @@ def gradients_have_a_limit(device: torch.device, recipe: Recipe) -> tuple[list[s
     return list(limits.phases), limits.phases["waiting for gradients"], sent
 
 
+@pytest.mark.slow
 def test_reduced_gradients_have_a_limit(ranks: Ranks, data: Path) -> None:
     for names, seconds, sent in ranks(2).run(gradients_have_a_limit, recipe_of(data, "dp2")):
         assert names == ["forward", "backward", *OF_A_STEP]

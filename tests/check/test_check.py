@@ -135,6 +135,7 @@ def test_planted_mistake_is_detected(mistake: str, mesh: str, settings: dict[str
         assert not result.passed, result.worst
 
 
+@pytest.mark.slow
 def test_size_of_messages_does_not_change_the_result(ranks: Ranks) -> None:
     usual, small = (ranks(2).run(run, "fsdp2", mistake) for mistake in ("", "none, and small messages"))
     assert usual == small and usual[0].passed

@@ -243,7 +243,9 @@ def _updated(mesh: str, name: str, **settings: Any) -> Case:
 RATES = {"adamw": 1e-3, "adam": 1e-3, "lion": 1e-3, "lamb": 1e-3, "lars": 1.0, "muon": 1e-3, "adafactor": 1e-2}
 """Learning rates of optimizers."""
 UPDATED = (
-    *(_updated("fsdp2", name) for name in RATES),
+    *(_updated("fsdp2", name) for name in ("adamw", "lamb", "lars", "muon", "adafactor")),
+    _updated("pp2", "adam"),
+    _updated("tp2", "lion"),
     # These need norms of complete parameters, their rows and columns, or complete matrices; fsdp3 has empty shards.
     *(_updated("fsdp3", name) for name in ("lamb", "lars", "muon", "adafactor")),
     *(_updated("tp4+2d", name) for name in ("lamb", "muon", "adafactor")),
@@ -334,7 +336,6 @@ PARTLY_TRAINED = (
     lora("pp2", ZBV),
     lora("pp2: embed=fsdp2, 0-1=tp2+sp, 2=dp2+zero2, *=fsdp2"),
     lora("tp8+3d", check=GRADIENTS),
-    lora("tp8+2.5d", check=GRADIENTS, train="head, *.bias"),
     replace(lora("tp2"), model={"parallel_blocks": True, "activation": "swiglu"}),
     Case("tp2+sp", check={**FP64, "lora__rank": 3, "lora__alpha": 5}, family="Swin"),
     _bert("tp2", check={**FP64, "lora__rank": 3, "lora__targets": ("qkv", "proj", "dense")}),
@@ -359,7 +360,7 @@ def representatives(cases: Sequence[Case], goals: Callable[[Case], Collection[An
     return found
 
 
-LONG = ("optimizer ", "layerwise, pp3")
+LONG = ("optimizer ", "check.optimizer__", "layerwise, pp3")
 """Features that `make test` leaves out, besides meshes of three axes."""
 
 
@@ -369,7 +370,7 @@ def every_day(case: Case) -> set[str]:
 
 
 QUICK = {str(case) for case in representatives(ALL, every_day)}
-OF_LAYERS = {"tp", "+sp", "+2d", "+2.5d", "+3d", "+ckpt", "+ckpt.selective", "zbvzerobubble"}
+OF_LAYERS = {"tp", "+sp", "+2d", "+3d", "+ckpt", "+ckpt.selective", "zbvzerobubble"}
 """Features that a family's own layers take part in. The others are of code that all families share."""
 
 

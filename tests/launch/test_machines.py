@@ -74,6 +74,7 @@ def test_tasks_on_two_hosts_form_one_world(launcher, tmp_path: Path) -> None:
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
+@pytest.mark.slow
 def test_torchrun_shows_the_error_line_of_the_failed_rank(place: Path) -> None:
     done = run(place, ["train", "--recipe", "recipe.toml", "--mesh", "pp3xdp", "--run-dir", "no"], TORCHRUN)
     sentence = "error: the degrees given in 'pp3xdp' multiply to 3, which does not divide 2 ranks: choose degrees"

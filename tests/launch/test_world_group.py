@@ -168,6 +168,7 @@ def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[s
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_training_and_saving_send_no_pickles(tmp_path: Path, ranks: Ranks) -> None:
     mesh = "pp2: embed=dp2, 0-1=tp2, *=fsdp2"
     told = ranks(4).run(trained, pack_small(tmp_path), mesh, tmp_path / "run")

@@ -74,6 +74,7 @@ def test_losses_are_equal_with_each_fast_path(path: str, data: Path, slowly: lis
     assert kernels["attention"]["backend"] == {**SLOW_PATH, **FAST_PATHS[path]}["train.attention"]
 
 
+@pytest.mark.slow
 def test_compiled_normalisation_matches_eager() -> None:
     images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
     plain = Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -43,7 +43,13 @@ def test_plan_matches_one_process(case: Case, ranks: Ranks) -> None:
 @pytest.mark.slow
 @pytest.mark.each_row
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("mesh", "precision"), [("tp2+ckpt", "fp8"), ("fsdp2", "fp32"), ("pp2", "bf16")])
+@pytest.mark.parametrize(
+    ("mesh", "precision"),
+    [
+        *(("tp2+ckpt", "fp32"), ("pp2", "bf16")),
+        *(pytest.param(*row, marks=pytest.mark.soak) for row in (("fsdp2", "fp32"), ("tp2+ckpt", "fp8"))),
+    ],
+)
 def test_compiled_blocks_match_one_process(mesh: str, precision: str, ranks: Ranks) -> None:
     """All blocks share one graph; a graph per block would exceed the compiler's recompile limit."""
     # More blocks than the compiler's recompile limit (8), after which it silently runs the function eagerly.

@@ -77,9 +77,8 @@ QUICK = (
 )
 SLOW = (
     *(("ViT", mesh) for mesh in ("tp4+ckpt", "dp2xtp2+ckpt.selective", "tp2xfsdp2+sp", "tp8+2.5d", "tp8+3d+ckpt")),
-    *(("mean pooling", mesh) for mesh in ("tp4+sp", "tp8+3d", "tp8+2.5d+ckpt.selective")),
-    *(("two tokens", mesh) for mesh in ("tp2xfsdp2+sp", "tp8+2.5d")),
-    *(("adapters", "tp8+3d+ckpt"), ("Swin", "tp4+sp+ckpt.selective"), ("Swin", "tp8+3d+ckpt"), ("Swin", "tp8+2.5d")),
+    *(("mean pooling", mesh) for mesh in ("tp4+sp", "tp8+3d+ckpt.selective")),
+    *(("two tokens", "tp2xfsdp2+sp"), ("adapters", "tp8+3d+ckpt"), ("Swin", "tp4+sp+ckpt"), ("Swin", "tp8+3d+ckpt")),
     *(("vit_22b", "tp4+2d"), ("siglip2", "tp8+3d"), ("fc_norm", "tp4+sp"), ("rms", "tp4+2d+ckpt")),
 )
 

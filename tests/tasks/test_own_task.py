@@ -84,8 +84,8 @@ def test_run_is_evaluated_and_its_best_checkpoint_kept(tmp_path: Path, ranks: Ra
     rename_classes(data, names)
     more = {"task.name": TASK, "task.options": {"tolerance": 2.0}, "train.eval_every": 2, "train.ema_decay": None}
     best = {"checkpoint.keep_best": True, "checkpoint.keep": 1, "checkpoint.every": 100}
-    recipe = recipe_of(data, "tp2xdp2", **more, **best)
-    ranks(4).run(trained, recipe, tmp_path / "run")
+    recipe = recipe_of(data, "dp2", **more, **best)
+    ranks(2).run(trained, recipe, tmp_path / "run")
     evaluations = rows(tmp_path / "run", "eval")
     assert [list(row) for row in evaluations] == [["kind", "step", "samples", "loss", "mae", "within"]] * 3
     least = min(evaluations, key=lambda row: row["mae"])["step"]

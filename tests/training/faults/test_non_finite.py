@@ -136,6 +136,7 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(data: Path, tmp_path: Path
     assert len(rows_of(folder)) == 6 and not (folder / "weights").exists()
 
 
+@pytest.mark.slow
 def test_skip_mode_does_not_change_a_finite_run(data: Path, tmp_path: Path, ranks: Ranks) -> None:
     losses = []
     for way in ("stop", "skip"):

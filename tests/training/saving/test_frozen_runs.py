@@ -27,6 +27,7 @@ def stopped(device: torch.device, recipe: Recipe, run_dir: Path) -> None:
     trainer.run()
 
 
+@pytest.mark.slow
 def test_run_with_frozen_layers_moves_to_another_plan(data: Path, tmp_path: Path, ranks: Ranks) -> None:
     """Checkpoints and weights have frozen parameters, equal to their averages and without optimizer state."""
     first, second = (recipe_of(data, mesh, **FREEZE) for mesh in ("pp2", "fsdp2"))
@@ -81,6 +82,7 @@ def test_unfreezing_on_resume_must_be_allowed(data: Path, tmp_path: Path, ranks:
 ADAPTERS = {"lora.rank": 3, "lora.alpha": 6.0, "lora.train": "head, *.norm1.*", "optimizer.lr": 1e-2}
 
 
+@pytest.mark.slow
 def test_run_with_adapters_moves_to_another_plan_and_ends_in_merged_weights(
     data: Path, tmp_path: Path, ranks: Ranks
 ) -> None:

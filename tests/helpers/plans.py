@@ -170,7 +170,7 @@ TINY_SWIN: Mapping[str, Any] = {
 }
 """Options of the tiny Swin Transformer. Degrees of 2, 3 and 4 divide the numbers of every stage."""
 DEEP = {"depths": (3, 2, 3)}
-"""Depths for plans with eight stages."""
+"""Eight blocks, for four stages."""
 UNEVEN = {"num_heads": (3, 6, 12), "embed_dim": 12}
 """Heads of which 3 are in the first stage, as swin_tiny has: tp2 fits from the second stage on."""
 SGD = {"optimizer__name": "sgd"}

@@ -98,7 +98,6 @@ def plain() -> LayeredModel:
     [
         ("dp1", {"microbatches": 2}),
         ("tp2xdp2", {}),
-        ("pp2xfsdp2", {"microbatches": 4}),
         ("pp2", ZBV),
         ("pp2: 0-1=tp2, 2=dp2+ckpt, *=tp2+sp", {"microbatches": 2}),
     ],

@@ -90,7 +90,7 @@ test-clusters: $(READY)  ## Real launchers on two hosts in this machine: OpenMPI
 
 soak: $(READY)   ## Hours of tests: 200 faults, searches on 200 clusters, all plans, the complete support matrix, random layerwise plans
 	$(BIN)/python -m pytest --hypothesis-profile many -m soak tests
-	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/parallel/test_layerwise.py -k random
+	VITPAR_RANDOM_PLANS=300 $(BIN)/python -m pytest tests/parallel/test_parity.py -k random
 
 fuzz: $(READY)   ## Hostile input for every reader of files, URLs and ports, ten minutes
 	$(BIN)/python experiments/fuzz.py $(FUZZ)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.trained import CPU, STEPS, changed, recipe_of, rows, train, trainer_of
 from vitpar.checkpoint import atomic
 from vitpar.checkpoint.folder import Checkpoint, Checkpoints
@@ -28,7 +28,7 @@ from vitpar.training.saving.resume import find
 
 
 @pytest.fixture(scope="module")
-def trained(data: Path, tmp_path_factory: pytest.TempPathFactory, ranks: Callable[[int], RankPool]) -> Path:
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Path:
     """Train in one process with checkpoints at steps 3 and 6, and return the run's folder."""
     run = tmp_path_factory.mktemp("trained") / "run"
     ranks(1).run(train, recipe_of(data, "dp1"), run)
@@ -140,12 +140,10 @@ def test_run_without_checkpoints_starts_anew(data: Path, tmp_path: Path, alone: 
     ("settings", "steps"),
     [
         ({}, [2, 3]),  # the default is every epoch, here 35 images in batches of 20
-        ({"every": "50 samples"}, [2, 3]),
         ({"every": "2 epochs"}, [3]),
         ({"every": "0 epochs"}, []),
         ({"every": "1e-9 minutes"}, [1, 2, 3]),
         ({"every": "60 minutes", "first": True}, [1, 3]),
-        ({"every": "0 minutes"}, []),
         ({"every": 1, "keep": 2, "keep_every_steps": 3, "steps": 8}, [3, 6, 7, 8]),
     ],
     ids=str,
@@ -203,7 +201,7 @@ def opened(device: torch.device, paths: list[Path]) -> str:
         return str(error)
 
 
-def test_ranks_do_not_resume_from_different_checkpoints(trained: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_ranks_do_not_resume_from_different_checkpoints(trained: Path, ranks: Ranks) -> None:
     first, last = (trained / "checkpoints" / f"step_{step}" for step in (3, 6))
     assert len({*ranks(3).run(opened, [last] * 3)}) == 1
     for error in ranks(3).run(opened, [last, last, first]):
@@ -218,7 +216,6 @@ def test_ranks_do_not_resume_from_different_checkpoints(trained: Path, ranks: Ca
     [
         ({"train.ema_decay": None}, "train.ema_decay was 0.9 and is not set"),
         ({"train.batch_size": 12}, "train.batch_size was 24 and is 12"),
-        ({"optimizer.name": "lamb"}, "optimizer.name was adamw and is lamb"),
         ({"optimizer.name": "muon"}, "optimizer.name was adamw and is muon"),
     ],
 )
@@ -226,7 +223,8 @@ def test_changed_training_settings_must_be_allowed(
     changed: dict[str, Any], words: str, run: Path, data: Path, tmp_path: Path
 ) -> None:
     """A changed setting alters the result, so it must be intended. With --allow-change the sample count continues."""
-    recipe = recipe_of(data, "dp1", **{"train.steps": 14, **changed})
+    steps = {"train.steps": 14 if "train.batch_size" in changed else 2 * STEPS + 1}
+    recipe = recipe_of(data, "dp1", **steps, **changed)
     if "train.ema_decay" in changed:
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"ema_decay": None})})
     with pytest.raises(CheckpointError, match=words):
@@ -250,18 +248,15 @@ def test_changed_data_must_be_allowed(run: Path, data: Path, tmp_path: Path) -> 
 # write errors
 
 
-def full_disk(device: torch.device, recipe: Recipe, run_dir: Path, rank: int) -> str:
-    """Train with a `rank` that cannot write large files after its first checkpoint.
-
-    Return the error; runs on every rank.
-    """
+def full_disk(device: torch.device, recipe: Recipe, run_dir: Path) -> str:
+    """Train with a rank 1 that cannot write large files after its first checkpoint; return the error of each rank."""
     trainer = trainer_of(recipe, run_dir)
     save, limits = trainer.saver.save, resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def saved(step: int, samples: int) -> None:
         if step > STEPS:
             trainer.saver.finish()  # the first checkpoint, which is written while training continues
-        if step > STEPS and dist.get_rank() == rank:
+        if step > STEPS and dist.get_rank() == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         save(step, samples)
@@ -276,12 +271,8 @@ def full_disk(device: torch.device, recipe: Recipe, run_dir: Path, rank: int) ->
     return "trained"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(
-    rank: int, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
-    answers = ranks(2).run(full_disk, recipe_of(data, "fsdp2"), tmp_path / "run", rank)
-    for answer in answers:
-        assert f"step_6' cannot be written (rank {rank}: " in answer and "File too large" in answer
+def test_full_disk_ends_the_run_and_keeps_the_last_checkpoint(data: Path, tmp_path: Path, ranks: Ranks) -> None:
+    for answer in ranks(2).run(full_disk, recipe_of(data, "fsdp2"), tmp_path / "run"):
+        assert "step_6' cannot be written (rank 1: " in answer and "File too large" in answer
     there = tmp_path / "run" / "checkpoints"
     assert [path.name for path in there.iterdir()] == ["step_3"]

@@ -1,11 +1,13 @@
-"""Untrusted weight files: they run no code and read nothing outside their folder; each is refused in one line."""
+"""Untrusted weights and checkpoints: they run no code, nothing outside their folder is read, a line refuses each."""
 
 import json
 import os
 import pickle
 import shutil
 import struct
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,14 @@ import torch
 from safetensors.torch import save_file
 
 from helpers.foreign_models import timm_logits
-from helpers.foreign_weights import TIMM_CONFIG, WIDTH, as_transformers, saved, timm_state, transformers_config
+from helpers.foreign_weights import HEADS, TIMM_CONFIG, WIDTH, as_transformers, saved, timm_state, transformers_config
 from helpers.imported import IMAGES, logits_of
-from vitpar.errors import DataError, UserError
+from helpers.ranks import Ranks
+from helpers.small_data import pack_small
+from helpers.trained import changed, recipe_of, train
+from vitpar.checkpoint.index import INDEX, Index, StoredFile, read_index
+from vitpar.errors import CheckpointError, DataError, UserError
+from vitpar.limits import MAX_QUOTED_CHARS
 from vitpar.recipe import read_recipe
 from vitpar.weights.folder import open_weights
 from vitpar.weights.importing import import_weights
@@ -195,8 +202,8 @@ def test_invalid_values_in_a_foreign_config(tmp_path: Path) -> None:
         ({"layer_norm_eps": float("nan")}, "has layer_norm_eps nan, which is not a number"),
         ({"layer_norm_eps": 0.0}, "norm_eps of vit_custom is 0.0: it must be above 0 and at most 1"),
     ]
-    for changed, message in values:
-        (folder / "config.json").write_text(json.dumps(transformers_config(**changed)))
+    for given, message in values:
+        (folder / "config.json").write_text(json.dumps(transformers_config(**given)))
         refused(folder, message)
     for content in (b"[" * 100_000, b"\xff\xfe", b"[1]", b'{"a": '):
         for file in ("config.json", "preprocessor_config.json"):
@@ -225,3 +232,71 @@ def test_unreadable_own_weights_are_refused(weights: Path) -> None:
     (weights / file).write_text(before.replace("model-00001", "../there/model-00001"))
     with pytest.raises(DataError, match="is not a file in its folder"):
         open_weights(weights)
+
+
+# indexes of checkpoints
+
+ONE = {"dtype": "float32", "shape": [2], "parts": [[0, [0], [2]]]}
+FILE = {"bytes": 1_000, "crc32": 1}
+
+
+def indexed(folder: Path, **said: Any) -> Path:
+    whole = {"shards": ["a"], "files": {"a": FILE}, "tensors": {"x": ONE}} | said
+    with suppress(ValueError):  # give a readable index a valid checksum, so that it is not refused for that
+        whole = {"crc32": Index.model_validate(whole).checksum} | whole
+    (folder / INDEX).write_text(json.dumps(whole))
+    return folder
+
+
+def index_refused(folder: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_index(folder)
+    said = str(caught.value)
+    assert len(said) < 2 * MAX_QUOTED_CHARS + 300 and "\n" not in said
+
+
+def test_index_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
+    index_refused(tmp_path, "is not a checkpoint")
+    for make in (os.mkfifo, lambda path: os.symlink("/dev/zero", path)):
+        make(tmp_path / INDEX)
+        index_refused(tmp_path, "cannot be read: it is not a regular file")
+        (tmp_path / INDEX).unlink()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> Callable[[Path], Path]:
+    """Return a function that copies a checkpoint of step 1 to a new folder."""
+    place = tmp_path_factory.mktemp("trained")
+    recipe = recipe_of(pack_small(place), "dp1", **{"train.steps": 1, "checkpoint.every": 1})
+    ranks(1).run(train, recipe, place / "run")
+    return lambda folder: Path(shutil.copytree(place / "run" / "checkpoints" / "step_1", folder / "step_1"))
+
+
+def test_index_that_does_not_parse_is_refused(tmp_path: Path) -> None:
+    for said, message in (
+        ({"tensors": {"x": ONE | {"parts": [[-1, [0], [2]]]}}}, "tensors.x.parts.0.0: Input should be greater"),
+        ({"tensors": {"x": ONE | {"dtype": "x" * 10**6}}}, "tensors.x.dtype: Input should be"),
+        ({"tensors": {"y" * 10**6: ONE | {"shape": [3]}}}, "has parts that do not fill y{198}…"),
+        ({"tensors": {"x": ONE | {"parts": [[5, [0], [2]]]}}}, "has parts that do not fill x"),
+        ({"shards": ["../y"]}, "lists '../y', which is not one of its files"),
+        ({"crc32": 1}, "has a wrong checksum"),
+    ):
+        index_refused(indexed(tmp_path, **said), message)
+    for content in (b"[" * 10**6, b"\xff", b'{"shards": '):
+        (tmp_path / INDEX).write_bytes(content)
+        index_refused(tmp_path, "index.json of .* cannot be read: .*: use another checkpoint")
+
+
+def test_config_of_a_checkpoint_is_compared_with_its_index(checkpoint: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = checkpoint(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    assert open_weights(path).config.embed_dim == config["embed_dim"]
+    text = json.dumps(config | {"embed_dim": 10**5, "num_heads": HEADS})
+    (path / "config.json").write_text(text)
+
+    def known(index: Index) -> None:
+        index.files["config.json"] = StoredFile(bytes=len(text), crc32=zlib.crc32(text.encode()))
+
+    changed(path, known)
+    with pytest.raises(DataError, match=r"has shape \[.*\] but the model has \[.*100000"):
+        open_weights(path)

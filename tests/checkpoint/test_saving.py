@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from helpers.ranks import RankPool, exits
+from helpers.ranks import Ranks, exits
 from vitpar.checkpoint import atomic
 from vitpar.checkpoint.folder import Checkpoint, Checkpoints
 from vitpar.checkpoint.image import SafetensorsBuffer
@@ -143,7 +143,7 @@ def fails_on(device: torch.device, folder: Path, rank: int, where: str) -> list[
     return []
 
 
-def test_full_disk_is_an_error_on_every_rank(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_full_disk_is_an_error_on_every_rank(tmp_path: Path, ranks: Ranks) -> None:
     """All ranks must stop together; otherwise the healthy ones would wait for the failed one."""
     for rank, where in ((1, "shard"), (0, "shard"), (0, "index")):
         folder = tmp_path / f"{where}{rank}"
@@ -167,7 +167,7 @@ def uneven(device: torch.device, folder: Path) -> list[bool]:
     return answers
 
 
-def test_each_rank_writes_and_reads_its_own_shards(tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_each_rank_writes_and_reads_its_own_shards(tmp_path: Path, ranks: Ranks) -> None:
     assert ranks(3).run(uneven, tmp_path) == [[True, True]] * 3
     assert load_file(tmp_path / "1" / "shard-00001-of-00003.safetensors").keys() >= {"rows", "of rank 0"}
 

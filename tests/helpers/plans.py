@@ -30,7 +30,7 @@ class Case:
     """Options of the model."""
 
     check: dict[str, Any] = field(default_factory=dict)
-    """Options of `helpers.parity.check`."""
+    """Options of `check_plan`, and settings of the recipe as `helpers.parity.recipe_of` takes them."""
 
     batch: int = 16
     """Samples per step."""
@@ -48,9 +48,9 @@ class Case:
 
     @property
     def depth(self) -> int:
-        """Return the blocks of a ViT: 2, or 4 if the plan, freezing or adapters name blocks; at least one per stage."""
+        """Return the blocks of a ViT: 2, or 4 if the plan or freezing names blocks; at least one per stage."""
         plan = parse(self.mesh)
-        named = not plan.is_uniform or any(key.startswith(("train__freeze", "lora__")) for key in self.check)
+        named = not plan.is_uniform or "train__freeze" in self.check
         return max(4 if named else 2, plan.pp * self.plan.get("virtual_stages", 1))
 
     @property
@@ -89,9 +89,9 @@ ZERO_BUBBLE = {"schedule": "interleavedzerobubble", "virtual_stages": 2}
 ZBV = {"schedule": "zbvzerobubble", "virtual_stages": 2}
 DUALPIPEV = {"schedule": "dualpipev", "virtual_stages": 2}
 FP64 = {"precision": "fp64"}
+GRADIENTS = {**FP64, "recipe_steps": 0}
+"""Where layers are new, and steps of the recipe are not."""
 ODD = {"pool": "avg", "position": "sincos2d", "representation_size": 48}
-T196 = {"image_size": 56, "patch_size": 4, "depth": 2, "pool": "avg"}
-T197 = {"image_size": 56, "patch_size": 4, "depth": 2}
 
 CASES = (
     # degrees that are not powers of two
@@ -103,27 +103,24 @@ CASES = (
     Case("dp2xfsdp2xtp2"),
     # schedules, micro-batches, stages
     Case("pp2", {"schedule": "gpipe"}),
-    Case("pp2xdp2", {"microbatch_size": 2}),
     Case("pp2xfsdp2", {"split": "balanced"}, model={"depth": 5}),
-    # checkpointing
     Case("pp2+ckpt", INTERLEAVED),
     # model options, with a number of classes that tp does not divide
     Case("dp1", model=EVERYTHING),
-    *(Case(mesh, model=EVERYTHING, check=FP64) for mesh in ("tp4+sp", "tp4+2d", "dp2xtp4+2d", "tp8+2.5d", "tp8+3d")),
+    *(Case(mesh, model=EVERYTHING, check=FP64) for mesh in ("tp4+sp", "dp2xtp4+2d", "tp8+2.5d", "tp8+3d")),
     Case("pp2xtp4+2d+ckpt", model={**EVERYTHING, "num_classes": 7}),
-    Case("pp2xtp2xdp2", model=EVERYTHING, check={"precision": "fp8"}),
-    Case("tp2xdp2", model={"pool": "avg", "position": "sincos2d", "representation_size": 48}),
+    Case("tp2", model=ODD),
     # precision
-    Case("dp1", check={"precision": "bf16"}),
     Case("dp2xfsdp2", check={"precision": "fp16", "reduce_dtype": "fp16"}),
-    Case("dp1", {"microbatches": 4}, check={"precision": "fp8"}),
-    Case("tp2xdp2", check={"precision": "fp8", "train__fp8_min_features": 97}),  # all but proj
-    # the loss
-    Case("pp2xtp2xdp2", check={"label_smoothing": 0.1}),
-    Case("tp2xfsdp2+sp", check={"label_smoothing": 0.1, "task__options": {"bce": True, "bce_positive_weight": 3.0}}),
-    Case("pp2xdp2", model={"num_classes": 5}, check={"task__options": {"class_weights": [0.5, 1, 2, 0, 1.5]}}),
-    # optimizers on mixed meshes
-    Case("tp2xfsdp2", check={"optimizer": "foreach"}),
+    Case("tp2xdp2", {"microbatches": 2}, check={"precision": "fp8", "train__fp8_min_features": 97}),  # all but proj
+    # the loss, and kernels of the optimizer
+    Case("tp2xfsdp2+sp", check={"optimizer": "foreach", "task__options": {"bce": True, "bce_positive_weight": 3.0}}),
+    Case(
+        "pp2xdp2",
+        {"microbatch_size": 2},
+        model={"num_classes": 5},
+        check={"task__options": {"class_weights": [0.5, 1, 2, 0, 1.5]}},
+    ),
     # tensor modes: +sp also splits the images of a micro-batch over tp
     Case("tp3xfsdp2+sp", batch=36, check=FP64),
     Case("tp4+2d", model={"norm_eps": 0.1}, check=FP64),
@@ -138,26 +135,19 @@ CASES = (
     # micro-batches of one image a rank
     Case("tp4+2d", {"microbatches": 4}, model=EVERYTHING, batch=8, check=FP64),
     # timing of the communication
-    Case("dp2", check={"communication": Communication(bucket_cap_mb=0.5)}),
-    Case("fsdp2", {"microbatches": 2}, check={"communication": Communication(prefetch=2)}),
     Case("pp2xfsdp2", check={"communication": Communication(reshard_after_forward=True)}),
-    Case("tp4+2d", {"microbatches": 2}, check={"communication": Communication(reduce_every_microbatch=True)}),
     Case(
         "pp1: 0-1=dp2, *=fsdp2",
         {"microbatches": 2},
-        check={"communication": Communication(reduce_every_microbatch=True)},
+        check={"communication": Communication(bucket_cap_mb=0.5, prefetch=2, reduce_every_microbatch=True)},
     ),
-    # 197 tokens, which no degree divides, and 196, which some do
-    Case("tp2xfsdp2+sp", model=T197, batch=8),
-    Case("tp2xfsdp2+sp", model=T196, batch=8),
     # layer by layer
-    Case("pp1: embed=tp8+3d, 0=tp8+2.5d, 1=dp2xtp4+2d, *=fsdp4xtp2+sp", check=FP64),
+    Case("pp1: embed=tp8+3d, 0=tp8+2.5d, 1=dp2xtp4+2d, *=fsdp4xtp2+sp", check=GRADIENTS),
     Case("pp1: 0=tp4+2d, 1=tp4+sp, 2=tp4, *=fsdp2xdp2", model=EVERYTHING, check=FP64),
     # Partial gradients over the same ranks: of two meshes, and of layers with fully_shard and without it.
     Case("pp1: 0-1=dp2xfsdp2xtp2+sp, *=fsdp4xtp2+sp", check=FP64),
     Case("pp1: 0-1=tp2xfsdp2+sp, *=tp2xdp2+sp", check=FP64),
     Case("pp1: embed=dp6, 0=tp3xdp2, 1=dp2xtp3, 2=tp2xfsdp3, *=fsdp6", batch=36, check=FP64),
-    Case("pp2: embed=dp2, 0-1=dp2, *=tp2", check=FP64),
     Case("pp2: 0-1=tp2, *=dp2+zero1", model=EVERYTHING, check=FP64),
     Case("pp2: 0=tp2, 1=dp2, 2=tp2+sp, *=fsdp2", ZBV, check=FP64),
     Case("pp2: 0=dp2xfsdp2, head=tp4, *=tp4+2d+ckpt", {"schedule": "gpipe"}),
@@ -180,7 +170,7 @@ TINY_SWIN: Mapping[str, Any] = {
 }
 """Options of the tiny Swin Transformer. Degrees of 2, 3 and 4 divide the numbers of every stage."""
 DEEP = {"depths": (3, 2, 3)}
-"""Depths for plans with eight stages."""
+"""Eight blocks, for four stages."""
 UNEVEN = {"num_heads": (3, 6, 12), "embed_dim": 12}
 """Heads of which 3 are in the first stage, as swin_tiny has: tp2 fits from the second stage on."""
 SGD = {"optimizer__name": "sgd"}
@@ -193,48 +183,29 @@ def _of(family: str) -> Callable[..., Case]:
 
 _swin = _of("Swin")
 SWIN_CASES = (
-    # every role alone, pairs, triples
     _swin("dp1", {"microbatches": 4}, check=FP64),
     _swin("pp4", model=DEEP),
-    _swin("dp2xfsdp2", check=FP64),
-    _swin("pp2xtp2xdp2", check=FP64),
-    _swin("pp2xtp2xfsdp2"),
-    _swin("pp2xdp2xfsdp2"),
-    # tensor modes
+    _swin("tp9+2d", batch=36, check=GRADIENTS),
     _swin("tp4+2d", {"microbatches": 2}, model={"drop_path": 0.4}),
-    _swin("tp9+2d", batch=36, check={**FP64, "recipe_steps": 0, "sgd_steps": 1}),
-    # schedules
-    _swin("pp2", {"schedule": "gpipe"}),
-    _swin("pp2", ZERO_BUBBLE, check=FP64),
-    _swin("pp2xtp2", ZBV, model={"drop_path": 0.3}, check=FP64),
-    _swin("pp2", DUALPIPEV, check=FP64),
-    _swin("pp2xdp2", {"microbatch_size": 2}),
+    _swin("pp2", ZBV, model={"drop_path": 0.3}, check=FP64),
     # stages of any size
-    _swin("pp2xtp2", {"split": "balanced"}, model={"depths": (1, 2, 4)}, check=FP64),
+    _swin("pp2", {"split": "balanced"}, model={"depths": (1, 2, 4)}, check=FP64),
     _swin("pp2", {**INTERLEAVED, "split": (1, 2, 1, 2)}),
-    # zero1, zero2, checkpointing, offload
-    _swin("dp2xtp2+zero2", check=FP64),
+    # checkpointing, precision
     _swin("dp2+ckpt", check=FP64),
-    _swin("tp2xfsdp2+ckpt.selective"),
-    _swin("fsdp2+offload"),
-    # precision
+    _swin("tp2+ckpt.selective", check=FP64),
     _swin("dp1", check={"precision": "bf16", **SGD}),
     _swin("tp2xfsdp2+sp", check={"precision": "fp16"}),
     # layer by layer: names, numbers and both
     _swin("pp1: stage1=dp2, *=tp2", model=UNEVEN, check=FP64),
     _swin("pp1: embed=dp4, 0=tp2xdp2, 1=fsdp4, stage2=tp4, *=dp4+zero2", check=FP64),
-    _swin("pp2: 0-1=dp2+ckpt, stage3=fsdp2, *=tp2", {"split": (3, 3)}, check=FP64),
     _swin("pp2: stage1=tp2, stage3=tp2+sp, *=dp2+zero1", INTERLEAVED, check=FP64),
-    _swin("pp1: stage1=tp8+3d, stage2=tp8+2.5d, *=dp2xtp4+2d", check=FP64),
-    # timing of the communication
-    _swin("fsdp2", {"microbatches": 2}, check={"communication": Communication(prefetch=2)}),
-    _swin("pp2xfsdp2", check={"communication": Communication(reduce_every_microbatch=True)}),
+    _swin("pp1: stage1=tp8+3d, stage2=tp8+2.5d, *=dp2xtp4+2d", check=GRADIENTS),
 )
 
 
 def _modern(parts: str, mesh: str, plan: dict[str, Any] | None = None, **options: Any) -> Case:
-    check = {**FP64, "recipe_steps": 0}
-    return Case(mesh, plan or {}, check=check, family="modern ViT", parts=parts, **options)
+    return Case(mesh, plan or {}, check=GRADIENTS, family="modern ViT", parts=parts, **options)
 
 
 TENSOR_MODES = ("tp2", "tp2+sp", "tp4+2d", "tp8+2.5d", "tp8+3d")
@@ -255,9 +226,9 @@ MODERN_CASES = (
     _modern("eva02_base", "pp2xtp2xfsdp2"),
     _modern("siglip_reg", "pp3xdp2", batch=12),
     _modern("siglip", "tp2xfsdp2+sp+ckpt"),
-    _modern("vit5", "pp2xtp2", ZBV, model={"depth": 4}),
+    _modern("vit5", "pp2", ZBV, model={"depth": 4}),
     _modern("vit_22b", "dp2+zero2", {"microbatches": 2}),
-    _modern("eva02_tiny", "dp2xfsdp2+ckpt.selective"),
+    _modern("eva02_tiny", "fsdp2+ckpt.selective"),
     _modern("dinov3", "pp2: 0=tp2, *=fsdp2"),
     _modern("eva02_clip", "pp2: 0=tp2+sp, 1=dp2, head=dp2, *=fsdp2+ckpt"),
     _modern("siglip2", "pp1: head=tp2, *=dp2"),
@@ -272,19 +243,17 @@ def _updated(mesh: str, name: str, **settings: Any) -> Case:
 RATES = {"adamw": 1e-3, "adam": 1e-3, "lion": 1e-3, "lamb": 1e-3, "lars": 1.0, "muon": 1e-3, "adafactor": 1e-2}
 """Learning rates of optimizers."""
 UPDATED = (
-    *(_updated("fsdp2", name) for name in RATES),
-    *(_updated("dp2+zero1", name) for name in ("adamw", "muon")),
+    *(_updated("fsdp2", name) for name in ("adamw", "lamb", "lars", "muon", "adafactor")),
+    _updated("pp2", "adam"),
+    _updated("tp2", "lion"),
     # These need norms of complete parameters, their rows and columns, or complete matrices; fsdp3 has empty shards.
-    *(
-        _updated(mesh, name)
-        for mesh in ("fsdp3", "tp4+2d", "pp1: 0-1=tp2xfsdp2, *=fsdp4")
-        for name in ("lamb", "lars", "muon", "adafactor")
-    ),
-    _updated("pp2", "lamb"),
-    _updated("tp2", "adafactor"),
-    _updated("tp2xfsdp2", "lars", optimizer__momentum=0.0),
-    _updated("tp2xfsdp2", "lars", optimizer__nesterov=True),
-    _updated("tp2xfsdp2", "muon", optimizer__nesterov=False, optimizer__adjust_lr_fn="original"),
+    *(_updated("fsdp3", name) for name in ("lamb", "lars", "muon", "adafactor")),
+    *(_updated("tp4+2d", name) for name in ("lamb", "muon", "adafactor")),
+    *(_updated("pp1: 0-1=tp2xfsdp2, *=fsdp4", name) for name in ("lars", "muon")),
+    _updated("dp2+zero1", "muon"),
+    _updated("fsdp2", "lars", optimizer__momentum=0.0),
+    _updated("fsdp2", "lars", optimizer__nesterov=True),
+    _updated("fsdp2", "muon", optimizer__nesterov=False, optimizer__adjust_lr_fn="original"),
     Case("fsdp2", check={"optimizer__name": "sgd", "optimizer__momentum": 0.9, "optimizer__nesterov": True}),
 )
 """Plans with every optimizer."""
@@ -296,25 +265,21 @@ OTHER_TASKS = (
     _mae("tp2xdp2+sp", {"microbatches": 2}, check=FP64),
     _mae("fsdp2", check={**FP64, "task__options": {"norm_pix_loss": False}}),
     _mae("pp2", ZBV, check=FP64),
-    _mae("pp2xtp2", {"microbatches": 2}, check=FP64),
     _mae("pp1: 0-1=tp2, *=fsdp2", check=FP64),
-    _mae("tp4+2d", check=FP64),
-    _mae("tp8+3d", check=FP64),
+    _mae("tp4+2d", check=GRADIENTS),
+    _mae("tp8+3d", check=GRADIENTS),
     # The vocabulary is split with tp, and its embedding shared with the head or the decoder.
     _bert("dp1", {"microbatches": 2}, check=FP64),
-    _bert("dp2+zero2", {"microbatches": 2}, check=FP64),
     _bert("tp2+sp", check={"precision": "bf16", **SGD}),
     _bert("fsdp2xtp2+sp", {"microbatches": 2}, check=FP64),
-    _bert("tp2xdp2+sp+ckpt.selective", check=FP64),
+    _bert("tp2+sp+ckpt.selective", check=FP64),
     _bert("pp2xtp2", ZBV, check=FP64),
     _bert("pp1: embed=tp2+sp+ckpt, head=tp2+sp+ckpt, 0=tp2, 1=fsdp2, *=dp2", check=FP64),
-    _t5("dp2xtp2+zero1", check=FP64),
     _t5("tp2xfsdp2+sp", check=FP64),
     _t5("pp2xfsdp2", {"microbatches": 2}, check=FP64),
-    _t5("pp2", INTERLEAVED, check=FP64),
     _t5("pp1: embed=fsdp2, 0=tp2, 1=dp2, 2=fsdp2, 3=tp2+sp, 4=tp2+ckpt, *=fsdp2", check=FP64),
     _t5("tp2", model=V1_1, check={"precision": "fp16", **SGD}),
-    _t5("pp2xtp2", DUALPIPEV, model={**V1_1, "depth": 1}, check=FP64),
+    _t5("pp2", DUALPIPEV, model={**V1_1, "depth": 1}, check=FP64),
 )
 """Plans of models that learn from pixels or text."""
 _tied, _table = _of("tied"), _of("relative")
@@ -322,12 +287,10 @@ BF16 = {"precision": "bf16"}
 SHARING = (
     _tied("dp2", check=BF16),
     _tied("tp2xfsdp2+sp", check=FP64),
-    _tied("dp2+zero1", check=FP64),
     _tied("pp1: embed=fsdp2, head=fsdp2, *=tp2", check=FP64),
     _tied("pp2", {"schedule": "gpipe"}, check={**FP64, "optimizer__name": "lamb"}),
     _tied("pp4", check={**FP64, "optimizer__layer_decay": 0.7}),
     _tied("pp2", INTERLEAVED, check=FP64),
-    _tied("pp2", ZERO_BUBBLE, check=BF16),
     _tied("pp2xdp2", ZBV, check=BF16),
     _tied("pp2xfsdp2", DUALPIPEV, check=FP64),
     _tied("pp2", check={**FP64, "train__freeze": "1-2"}),
@@ -337,8 +300,7 @@ SHARING = (
     _table("pp1: 0=tp2, 1=dp2, 2=tp2+sp, *=fsdp2", check=FP64),
     _table("pp2: 0=tp2, 1=dp2+zero2, 2=tp2+sp+ckpt, *=fsdp2+offload", check=FP64),
     _table("pp2xtp2", check={**FP64, "train__freeze": "embed"}),
-    _table("pp2xfsdp2", ZBV, check=BF16),
-    _table("pp2", DUALPIPEV, check=FP64),
+    _table("pp2", ZBV, check=FP64),
 )
 """Plans of models whose layers share a matrix, or a table of all blocks."""
 
@@ -347,41 +309,33 @@ def frozen(freeze: str, mesh: str, plan: dict[str, Any] | None = None, family: s
     return Case(mesh, plan or {}, check={**FP64, "train__freeze": freeze}, family=family)
 
 
-def lora(mesh: str, plan: dict[str, Any] | None = None, **settings: Any) -> Case:
+def lora(mesh: str, plan: dict[str, Any] | None = None, check: Mapping[str, Any] = FP64, **settings: Any) -> Case:
     lora = {f"lora__{name}": value for name, value in {"rank": 3, "alpha": 5, **settings}.items()}
-    return Case(mesh, plan or {}, check={**FP64, **lora}, family="LoRA")
+    return Case(mesh, plan or {}, check={**check, **lora}, family="LoRA")
 
 
 PROBE, LOWER, MIDDLE = "embed, *", "embed, 0-1", "1-2"
 BITFIT, NORMS = "embed, *, !*.bias", "embed, 0, blocks.*, head, !blocks.[23].norm?.*"
 PARTLY_TRAINED = (
-    frozen(MIDDLE, "dp2+zero2", {"microbatches": 2}),
-    frozen(LOWER, "fsdp4+ckpt", {"microbatches": 2}),
+    frozen(LOWER, "fsdp2+ckpt", {"microbatches": 2}),
     Case("dp2xfsdp2", check={"precision": "bf16", "train__freeze": LOWER, **SGD}, family="frozen"),
-    frozen(MIDDLE, "tp2xfsdp2+ckpt.selective"),
+    frozen(MIDDLE, "tp2+ckpt.selective"),
     frozen(MIDDLE, "tp4+2d"),
-    frozen(PROBE, "pp2xtp2"),
     frozen(PROBE, "pp2xfsdp2", {"schedule": "gpipe"}),
     frozen(LOWER, "pp2", INTERLEAVED),
-    frozen(LOWER, "pp2", ZERO_BUBBLE),
     frozen("embed, 0", "pp2", ZBV),
-    frozen(PROBE, "pp2xfsdp2", DUALPIPEV),
     frozen(LOWER, "pp2: embed=fsdp2, 0-1=tp2, 2=dp2+zero1, *=fsdp2"),
-    frozen(NORMS, "tp4+sp"),
+    frozen(NORMS, "tp2+sp"),
     frozen("*.weight", "tp2xdp2+zero1"),
-    frozen(NORMS, "pp2xdp2", ZERO_BUBBLE),
     frozen("embed, *, !*.relative_position_bias_table, !*.bias", "tp2+sp", family="Swin"),
-    lora("dp2"),
-    lora("dp2+zero1", {"microbatches": 2}, targets=("qkv", "blocks.[01].mlp.fc2")),
-    lora("tp2xfsdp2+ckpt"),
-    lora("tp4+sp", {"microbatches": 2}, train="head, *.bias, *.norm1.*"),
-    lora("tp4+2d", train=""),
-    lora("tp2xdp2+ckpt.selective"),
-    lora("pp2xfsdp2", ZERO_BUBBLE),
-    lora("pp2xtp2", ZBV),
+    lora("dp2+zero1", {"microbatches": 2}, targets=("qkv", "blocks.1.mlp.fc2")),
+    lora("fsdp2+ckpt"),
+    lora("tp2+sp", {"microbatches": 2}, train="head, *.bias, *.norm1.*"),
+    lora("tp4+2d", check=GRADIENTS, train=""),
+    lora("tp2+ckpt.selective"),
+    lora("pp2", ZBV),
     lora("pp2: embed=fsdp2, 0-1=tp2+sp, 2=dp2+zero2, *=fsdp2"),
-    lora("tp8+3d"),
-    lora("tp8+2.5d", train="head, *.bias"),
+    lora("tp8+3d", check=GRADIENTS),
     replace(lora("tp2"), model={"parallel_blocks": True, "activation": "swiglu"}),
     Case("tp2+sp", check={**FP64, "lora__rank": 3, "lora__alpha": 5}, family="Swin"),
     _bert("tp2", check={**FP64, "lora__rank": 3, "lora__targets": ("qkv", "proj", "dense")}),
@@ -406,19 +360,33 @@ def representatives(cases: Sequence[Case], goals: Callable[[Case], Collection[An
     return found
 
 
-QUICK = {
-    str(case)
-    for case in representatives(ALL, lambda case: {case.family, *(f for f in case.features if f.count(" x ") < 2)})
-}
-SLOW = {str(case) for case in representatives(ALL, lambda case: {(case.family, feature) for feature in case.features})}
-SLOW |= {str(case) for case in UPDATED}
+LONG = ("optimizer ", "check.optimizer__", "layerwise, pp3")
+"""Features that `make test` leaves out, besides meshes of three axes."""
+
+
+def every_day(case: Case) -> set[str]:
+    """Return the family of the case and its features that `make test` has once."""
+    return {case.family, *(f for f in case.features if f.count(" x ") < 2 and not f.startswith(LONG))}
+
+
+QUICK = {str(case) for case in representatives(ALL, every_day)}
+OF_LAYERS = {"tp", "+sp", "+2d", "+3d", "+ckpt", "+ckpt.selective", "zbvzerobubble"}
+"""Features that a family's own layers take part in. The others are of code that all families share."""
+
+
+def of_family(case: Case) -> set[tuple[str, str]]:
+    """Return the features of the case that its family must be tested with."""
+    return {(case.family, feature) for feature in case.features if feature in OF_LAYERS or "layerwise" in feature}
+
+
+SLOW = {str(case) for case in (*representatives(ALL, of_family), *UPDATED)}
 
 
 def tiers() -> list[Any]:
     """Return test parameters of all plans, small ones first, marked by the command that runs them.
 
-    `make test` runs few plans that have every feature at least once, except meshes of three axes. `make test-slow` runs
-    few more that have every feature with every family that the tables have it with, and `make soak` the rest.
+    `make test` runs few plans that have nearly every feature at least once. `make test-slow` runs few more that have
+    every optimizer, and with every family what its layers take part in. `make soak` runs the rest.
     """
     found = []
     for case in sorted(ALL, key=lambda case: case.ranks):
@@ -448,9 +416,10 @@ def strategies_of(draw: st.DrawFn, ranks: int) -> Strategy:
 
 
 @st.composite
-def layerwise(draw: st.DrawFn, ranks: int, depth: int) -> Case:
-    """Draw a layerwise plan for `ranks` ranks and a model of `depth` blocks."""
-    pp = draw(st.sampled_from([n for n in (1, 2, 3) if ranks % n == 0]))
+def layerwise(draw: st.DrawFn, sizes: Sequence[int], degrees: Sequence[int], depth: int = 4) -> Case:
+    """Draw a layerwise plan of one of the `sizes`, in ranks, and pipeline `degrees`, for a model of `depth` blocks."""
+    ranks = draw(st.sampled_from(sizes))
+    pp = draw(st.sampled_from([n for n in degrees if ranks % n == 0]))
     schedules = [{"schedule": "gpipe"}, {}, INTERLEAVED, ZERO_BUBBLE, ZBV, DUALPIPEV]
     plan = draw(st.sampled_from(schedules)) if pp > 1 else {"microbatches": draw(st.sampled_from([1, 2]))}
     bounds = sorted(draw(st.sets(st.integers(0, depth), min_size=2, max_size=4)))

@@ -111,6 +111,10 @@ class RankPool:
         _end(self._processes)
 
 
+Ranks = Callable[[int], RankPool]
+"""The fixture `ranks`: a function that returns the pool of as many ranks."""
+
+
 def _end(processes: Iterable[BaseProcess], patience: float = 5.0) -> None:
     """Wait for processes that should end, for `patience` seconds in all, and kill the others."""
     latest = time.monotonic() + patience

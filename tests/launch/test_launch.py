@@ -151,11 +151,13 @@ def test_spawned_ranks_reduce_and_share_the_cores(program: list[str], tmp_path: 
     assert spawn(1, ["-c", given], env={"OMP_NUM_THREADS": "7"}) == 0, "the user's number is kept"
 
 
+@pytest.mark.slow
 def test_killed_rank_is_reported_and_its_peers_are_not(program: list[str], capfd) -> None:
     assert spawn(2, [*program, "collective", "-", "kill"]) == 1
     assert capfd.readouterr().err == "rank 1 was killed by SIGKILL (out of memory?)\n"
 
 
+@pytest.mark.slow
 def test_cause_is_reported_even_if_a_peer_fails_first(program: list[str], capfd) -> None:
     assert spawn(2, [*program, "collective", "-", "raise"]) == 1
     error = capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""CPU tensors and JSON use a separate gloo group if the default group accepts only CUDA tensors."""
+"""Messages of ranks: CPU tensors and JSON over a gloo group of their own if the default one is for CUDA, no pickles."""
 
 import os
 import sys
@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import in_forks, two_ranks
+from helpers.ranks import Ranks, in_forks, two_ranks
 from helpers.run_folder import rows_of
 from helpers.small_data import pack_small
+from helpers.trained import recipe_of, train
 from vitpar.checkpoint.reader import load_tensors
 from vitpar.checkpoint.writer import Writer
 from vitpar.launch import World, find_world, join, joined, leave, process_group
@@ -116,7 +117,7 @@ def commands(place: Path, *lines: tuple[str, ...]) -> None:
         assert ended.value.code == 0, words
 
 
-@pytest.mark.parametrize("mesh", ["dp1+offload", *(pytest.param(m, marks=pytest.mark.slow) for m in ("dp1", "fsdp1"))])
+@pytest.mark.parametrize("mesh", ["dp1+offload", pytest.param("fsdp1", marks=pytest.mark.slow)])
 def test_one_rank_sends_no_tensor(mesh: str, tmp_path: Path) -> None:
     """A single GPU needs no NCCL, so any collective on a tensor would fail here."""
     data = pack_small(tmp_path)
@@ -136,3 +137,51 @@ def test_check_and_bench_on_one_rank_send_no_tensor(command: str, tmp_path: Path
     small = ["--steps", "2", "--repeats", "2", "--warmup", "1"] if command == "bench" else []
     words = [command, "--mesh", "dp1", "--model", "vit_nano_patch4_16", "--batch-size", "8", "--device", "cpu", *small]
     in_forks(commands, [{}], tmp_path, (*words, "--json"))
+
+
+# pickles, whose reading can run code, are never sent
+
+
+VALUES = [None, True, 2**60, 1e-300, float("inf"), "é\ud800\n", [], {"a": [1, {"b": None}]}]
+
+
+def refused(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a pickle is sent or read")
+
+
+def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[str]:
+    """Train two steps while torch cannot send objects, then resume from a checkpoint.
+
+    Return the names of the run's files.
+    The run includes evaluation, debug checks and checkpoints.
+    """
+    settings = {"train.eval_every": 1, "checkpoint.every": 1, "train.steps": 2}
+    settings |= {"faults.debug_checks": True, "faults.non_finite": "skip", "data.bad_sample": "skip"}
+    recipe = recipe_of(data, mesh, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_object_to_tensor", "_tensor_to_object"):
+            assert hasattr(dist.distributed_c10d, name)
+            patch.setattr(dist.distributed_c10d, name, refused)
+        for resume in (None, folder / "checkpoints" / "step_1"):
+            where = folder if resume is None else folder.with_name("on")
+            train(device, recipe, where, resume=resume)
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.slow
+def test_training_and_saving_send_no_pickles(tmp_path: Path, ranks: Ranks) -> None:
+    mesh = "pp2: embed=dp2, 0-1=tp2, *=fsdp2"
+    told = ranks(4).run(trained, pack_small(tmp_path), mesh, tmp_path / "run")
+    assert {"checkpoints", "weights"} <= set(told[0])
+
+
+def json_exchanged(device: torch.device) -> tuple[list[Any], Any]:
+    rank = dist.get_rank()
+    return all_gather_json([rank, VALUES * rank]), broadcast_json({"of": rank} if rank == 0 else object())
+
+
+def test_json_values_arrive_unchanged(ranks: Ranks) -> None:
+    """Values of different lengths arrive unchanged; a broadcast ignores the values of ranks other than 0."""
+    for gathered, told in ranks(2).run(json_exchanged):
+        assert gathered == [[0, []], [1, VALUES]] and told == {"of": 0}
+        assert [type(value) for value in gathered[1][1]] == [type(value) for value in VALUES]

@@ -1,6 +1,5 @@
 """Collectives of every plan in one step, and of its end, compared with tables that give the reasons."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 from helpers.collectives import Events, Sent
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.parallel import Communication
 from vitpar.recipe.sections.training import OptimizerSection
@@ -203,7 +202,7 @@ def sent_in_a_step(device: torch.device, row: Row) -> tuple[dict[str, int], dict
 
 
 @pytest.mark.parametrize("row", TABLE, ids=str)
-def test_collectives_of_a_step_match_the_table(row: Row, ranks: Callable[[int], RankPool]) -> None:
+def test_collectives_of_a_step_match_the_table(row: Row, ranks: Ranks) -> None:
     """An unexpected collective costs speed that no test of results would notice."""
     world = parse(row.mesh).world_size
     counted = ranks(world).run(sent_in_a_step, row)
@@ -223,9 +222,7 @@ def reduced_bytes(device: torch.device, mesh: str, precision: str, reduce_dtype:
 
 @pytest.mark.parametrize(("precision", "reduce_dtype"), [("fp16", "fp16"), ("bf16", "bf16")])
 @pytest.mark.parametrize("mesh", ["dp2", "fsdp2"])
-def test_gradients_are_reduced_in_the_given_dtype(
-    mesh: str, precision: str, reduce_dtype: str, ranks: Callable[[int], RankPool]
-) -> None:
+def test_gradients_are_reduced_in_the_given_dtype(mesh: str, precision: str, reduce_dtype: str, ranks: Ranks) -> None:
     for wide in ranks(2).run(reduced_bytes, mesh, precision, None):
         assert ranks(2).run(reduced_bytes, mesh, precision, reduce_dtype) == [wide // 2] * 2
 
@@ -244,9 +241,7 @@ def listed(device: torch.device, row: Row) -> tuple[list[str], dict[str, int]]:
 @pytest.mark.parametrize(
     ("fsdp", "zero1"), [("fsdp2", "dp2+zero1"), ("fsdp2+ckpt", "dp2+zero1+ckpt"), ("tp2xfsdp2+sp", "tp2xdp2+sp+zero1")]
 )
-def test_zero1_is_fsdp_that_keeps_parameters_until_backward(
-    fsdp: str, zero1: str, ranks: Callable[[int], RankPool]
-) -> None:
+def test_zero1_is_fsdp_that_keeps_parameters_until_backward(fsdp: str, zero1: str, ranks: Ranks) -> None:
     """With one micro-batch. With two, +zero1 keeps them for the second, too."""
     pool, kept = ranks(parse(fsdp).world_size), {"reshard_after_forward": False}
     for one, other in zip(
@@ -281,7 +276,6 @@ def norm(ranks: int) -> list[str]:
     return [f"all_reduce {ranks}"]
 
 
-@pytest.mark.parametrize("depth", [2, 4])
 @pytest.mark.parametrize(
     ("mesh", "expected"),
     [
@@ -298,16 +292,13 @@ def norm(ranks: int) -> list[str]:
         ("pp1: 1=tp2xfsdp2+sp, *=tp2xdp2+sp", ["all_reduce 4", "all_reduce 2", "wait", "wait", "wait", *norm(4)]),
     ],
 )
-def test_messages_after_the_last_product(
-    mesh: str, expected: list[str], depth: int, ranks: Callable[[int], RankPool]
-) -> None:
-    """Their number does not depend on the depth, and all start before the first wait."""
-    pool = ranks(parse(mesh).world_size)
-    for found in pool.run(after_the_last_product, mesh, {**VIT, "depth": depth}):
+def test_messages_after_the_last_product(mesh: str, expected: list[str], ranks: Ranks) -> None:
+    """They are as few for four blocks, and all start before the first wait."""
+    for found in ranks(parse(mesh).world_size).run(after_the_last_product, mesh, {**VIT, "depth": 4}):
         assert found == expected
 
 
-def test_sums_along_two_axes_follow_each_other(ranks: Callable[[int], RankPool]) -> None:
+def test_sums_along_two_axes_follow_each_other(ranks: Ranks) -> None:
     """Norms of queries and keys are partial along j and along k under 3d: the second sum needs the first."""
     for found in ranks(8).run(after_the_last_product, "tp8+3d", {**VIT, "depth": 2, "qk_norm": True}):
         assert found[-5:] == ["all_reduce 2", "wait", "all_reduce 2", "wait", *norm(8)]

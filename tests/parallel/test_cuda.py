@@ -142,15 +142,8 @@ def test_no_step_synchronises_with_the_gpu(mixup: float, cache: str, tmp_path: P
         "from vitpar_cli.main import main\n"
         "sys.exit(main())\n"
     )
-    sizes = {
-        "image_size": 8,
-        "patch_size": 2,
-        "embed_dim": 64,
-        "depth": 4,
-        "num_heads": 2,
-        "drop_path": 0.1,
-        "dropout": 0.1,
-    }
+    sizes = {"image_size": 8, "patch_size": 2, "embed_dim": 64, "depth": 4, "num_heads": 2}
+    sizes |= {"drop_path": 0.1, "dropout": 0.1}
     settings = [f"--set=model.{key}={value}" for key, value in sizes.items()]
     settings += [f"--set=augment.mixup={mixup}", "--set=train.ema_decay=0.9", "--precision", "bf16"]
     settings += [f"--set=data.cache={cache}", "--set=augment.policy=rand-m9-n2", "--set=train.log_every=4"]

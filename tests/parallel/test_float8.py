@@ -1,16 +1,14 @@
 """Float8 matmul: its rounding, the parts that stay exact, and the cases it refuses."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from helpers.parity import skip_what_cannot_run
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from vitpar import model_config, parse, validate
 from vitpar.errors import PlannerError, RecipeError
-from vitpar.launch import ALONE, join, leave
 from vitpar.models.compiled import is_whole
 from vitpar.models.vit.layers import Block
 from vitpar.parallel import Execution, float8, linear, parallelize
@@ -73,19 +71,15 @@ def test_token_result_does_not_depend_on_other_tokens() -> None:
     assert torch.equal(whole[:, :16], float8.product(x, weight[:16], fast=True)), "nor an output feature"
 
 
-def layers_in_float8(**settings: Any) -> dict[str, float8.Fast]:
-    """Return how the layers of a stage multiply in float8, by the names of those that do."""
-    device = join(ALONE, "cpu")
-    try:
-        plan = validate(parse("dp1"), CONFIG, 4)
-        model = parallelize(CONFIG, plan, Execution(4, precision="fp8", **settings), device)
-    finally:
-        leave()
+def layers_in_float8(device: torch.device = CPU, mesh: str = "dp1", **settings: Any) -> dict[str, float8.Fast]:
+    """Return how the layers of a stage multiply in float8, by the names of those that do; runs on every rank."""
+    plan = validate(parse(mesh), CONFIG, 4)
+    model = parallelize(CONFIG, plan, Execution(4, precision="fp8", **settings), device)
     (stage,) = model.stages.values()
     return {name: module.float8 for name, module in stage.named_modules() if hasattr(module, "float8")}
 
 
-def test_only_large_linear_layers_of_blocks_use_float8() -> None:
+def test_only_large_linear_layers_of_blocks_use_float8(alone: None) -> None:
     layers, width = {"qkv", "proj", "fc1", "fc2"}, CONFIG.embed_dim
     blocks = {f"blocks.{i}" for i in range(CONFIG.depth)}
     found = layers_in_float8(fp8_min_features=0)
@@ -99,21 +93,10 @@ def test_only_large_linear_layers_of_blocks_use_float8() -> None:
     assert resolve_precision("fp8").compute is torch.bfloat16 and resolve_precision("fp8").parameters is torch.float32
 
 
-def layers_of_a_rank(device: torch.device, mesh: str, min_features: int) -> set[str]:
-    """Return the names of the layers that multiply in float8; runs on every rank."""
-    settings = Execution(4, precision="fp8", fp8_min_features=min_features)
-    model = parallelize(CONFIG, validate(parse(mesh), CONFIG, 4), settings, device)
-    (stage,) = model.stages.values()
-    return {name for name, module in stage.named_modules() if hasattr(module, "float8")}
-
-
-@pytest.mark.parametrize("min_features", [CONFIG.embed_dim, CONFIG.embed_dim + 1])
-def test_splitting_a_layer_does_not_change_whether_it_uses_float8(
-    min_features: int, ranks: Callable[[int], RankPool]
-) -> None:
-    (whole,) = ranks(1).run(layers_of_a_rank, "dp1", min_features)
-    assert len(whole) == CONFIG.depth * (4 if min_features == CONFIG.embed_dim else 3)
-    assert ranks(2).run(layers_of_a_rank, "tp2", min_features) == [whole, whole]
+@pytest.mark.parametrize(("more", "layers"), [(0, 4), (1, 3)])
+def test_splitting_a_layer_does_not_change_whether_it_uses_float8(more: int, layers: int, ranks: Ranks) -> None:
+    for found in ranks(2).run(layers_in_float8, "tp2", fp8_min_features=CONFIG.embed_dim + more):
+        assert len(found) == CONFIG.depth * layers
 
 
 def test_size_of_a_layer_is_the_harmonic_mean_of_its_sides() -> None:
@@ -121,7 +104,7 @@ def test_size_of_a_layer_is_the_harmonic_mean_of_its_sides() -> None:
     assert multiplies_in_float8(384, 1536, 614) and not multiplies_in_float8(384, 1536, 615)
 
 
-def test_model_without_large_layers_is_refused() -> None:
+def test_model_without_large_layers_is_refused(alone: None) -> None:
     with pytest.raises(
         RecipeError, match=r"blocks of vit_nano_patch4_16 reaches train\.fp8_min_features 576: use bf16"
     ):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from vitpar import Execution, ParallelModel, model_config, parallelize, parse, validate
 from vitpar.models.config import ModelConfig
 from vitpar.models.loss import CrossEntropy
@@ -137,7 +137,7 @@ MESHES = ["dp1", "dp1+ckpt", "dp2", "fsdp2", "dp2+zero1", "tp2", "tp2+sp", "dp2+
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_no_step_waits_for_the_device(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_no_step_waits_for_the_device(mesh: str, ranks: Ranks) -> None:
     for found in ranks(parse(mesh).world_size).run(waits, mesh):
         assert not found
 
@@ -157,7 +157,7 @@ def test_host_waits_are_detected() -> None:
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "fsdp2", "tp2"])
-def test_operation_count_after_backward_does_not_depend_on_depth(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_operation_count_after_backward_does_not_depend_on_depth(mesh: str, ranks: Ranks) -> None:
     """Norm, clipping and update must use foreach kernels; an operation per layer costs host time in every step."""
     pool = ranks(parse(mesh).world_size)
     shallow, deep = ([found.counts for found in pool.run(operations, mesh, depth)] for depth in (2, 6))
@@ -170,7 +170,7 @@ def test_operation_count_after_backward_does_not_depend_on_depth(mesh: str, rank
 
 
 @pytest.mark.parametrize("mesh", ["fsdp2", "dp2+zero1", "tp2", "tp2+sp"])
-def test_no_operation_runs_on_dtensors(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_no_operation_runs_on_dtensors(mesh: str, ranks: Ranks) -> None:
     """DTensor dispatch costs the host more time than a small layer computes.
 
     Autograd's detach of gradients is the exception.
@@ -201,10 +201,8 @@ def graphs(device: torch.device, mesh: str, config: ModelConfig | None = None) -
     return found, dict(counters["graph_break"])
 
 
-@pytest.mark.parametrize(
-    "mesh", ["dp1", "dp1+ckpt", "fsdp2", "tp2", "tp2+sp", pytest.param("tp4xdp2+2d", marks=pytest.mark.slow)]
-)
-def test_blocks_share_one_graph_compiled_once(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+@pytest.mark.parametrize("mesh", ["fsdp2+ckpt", "tp2", "tp2+sp", "tp4xdp2+2d"])
+def test_blocks_share_one_graph_compiled_once(mesh: str, ranks: Ranks) -> None:
     """Graph breaks or recompilation in later steps would cost more than compilation gains."""
     for after, breaks in ranks(parse(mesh).world_size).run(graphs, mesh):
         assert after == [1, 1, 1, 2, 2], "one graph to train all blocks with, one to evaluate"
@@ -216,13 +214,10 @@ def test_blocks_share_one_graph_compiled_once(mesh: str, ranks: Callable[[int], 
     ("mesh", "count"),
     [
         pytest.param("dp1", 9, marks=pytest.mark.slow),
-        pytest.param("tp2", 9, marks=pytest.mark.soak),
-        pytest.param("tp2+sp", 9, marks=pytest.mark.soak),
-        pytest.param("fsdp2+ckpt", 9, marks=pytest.mark.soak),
         pytest.param("pp1: 0-6=dp2, *=tp2", 11, marks=pytest.mark.soak),
     ],
 )
-def test_no_block_of_a_swin_runs_eagerly(mesh: str, count: int, ranks: Callable[[int], RankPool]) -> None:
+def test_no_block_of_a_swin_runs_eagerly(mesh: str, count: int, ranks: Ranks) -> None:
     """Stages have a graph each for shifted windows, windows that are not, and merging, above the compiler's limit of 8.
 
     Under the layerwise plan, blocks of the third stage have graphs of two strategies.

@@ -1,6 +1,5 @@
 """Linear layers that communicate in backward: the order of products and communication, and the gradients."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.distributed import group
 from torch.profiler import profile
 
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from vitpar.parallel.float8 import Fast, float8_fault
 from vitpar.parallel.linear import column_linear, gathered_linear
 
@@ -90,9 +89,7 @@ GATHERED = ["gather", "product", "reduce-scatter", "wait", "product", "wait"]
         pytest.param("batch", True, True, marks=pytest.mark.slow),
     ],
 )
-def test_products_run_beside_communication(
-    kind: str, in_float8: bool, compiled: bool, ranks: Callable[[int], RankPool]
-) -> None:
+def test_products_run_beside_communication(kind: str, in_float8: bool, compiled: bool, ranks: Ranks) -> None:
     if in_float8 and (fault := float8_fault(torch.device("cpu"))):
         pytest.skip(fault)
     for names, wrong in ranks(2).run(backward, kind, in_float8=in_float8, compiled=compiled):
@@ -109,9 +106,7 @@ def test_products_run_beside_communication(
         ("batch", "x", ["gather", "wait", "product"]),
     ],
 )
-def test_gradients_that_are_not_needed_send_nothing(
-    kind: str, frozen: str, expected: list[str], ranks: Callable[[int], RankPool]
-) -> None:
+def test_gradients_that_are_not_needed_send_nothing(kind: str, frozen: str, expected: list[str], ranks: Ranks) -> None:
     for names, wrong in ranks(2).run(backward, kind, frozen=frozen):
         assert names == expected
         assert not wrong

@@ -1,6 +1,6 @@
 """Float32 parameters computed in 16 bits without ``fully_shard``."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.ranks import RankPool
 from vitpar import model_config, parse, validate
 from vitpar.launch import ALONE, join, leave
 from vitpar.parallel import Execution, ParallelModel, parallelize
@@ -136,28 +135,3 @@ def test_evaluation_computes_in_16_bits(device: torch.device) -> None:
             p.mul_(2)
     assert not torch.equal(logits, model.predict(images, 8)), "copies are of the parameters as they are now"
     assert all(p.dtype is torch.float32 and torch.equal(p, 2 * before[name]) for name, p in model.named_parameters())
-
-
-def summed_in_bf16(device: torch.device) -> tuple[list[int], bool]:
-    """Compare sums of gradients in bf16 with sums in fp32; runs on every rank.
-
-    Returns the bytes of the messages in fp32 and bf16, and whether gradients agree up to rounding.
-    """
-    found = {}
-    for reduce_dtype in (None, "bf16"):
-        plan = validate(parse("dp2"), CONFIG, 8)
-        execution = Execution(8, precision="bf16", reduce_dtype=reduce_dtype)
-        model = parallelize(CONFIG, plan, execution, device)
-        model.forward_backward(*batch(model))
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        assert all(g is not None and g.dtype is torch.float32 for g in gradients.values())
-        found[reduce_dtype] = sum(size for _, size in model.gradient_messages), gradients
-    (wide, exact), (narrow, rounded) = found[None], found["bf16"]
-    near = all(torch.allclose(exact[name], rounded[name], rtol=0.02, atol=1e-3) for name in exact)
-    differ = any(not torch.equal(exact[name], rounded[name]) for name in exact)
-    return [wide, narrow], near and differ
-
-
-def test_reduce_dtype_halves_the_gradient_messages_of_replicas(ranks: Callable[[int], RankPool]) -> None:
-    for (wide, narrow), right in ranks(2).run(summed_in_bf16):
-        assert wide == 2 * narrow and right

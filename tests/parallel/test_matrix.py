@@ -10,7 +10,7 @@ import torch
 
 from helpers.parity import TASKS, parts_of, run_case, skip_what_cannot_run
 from helpers.plans import SGD, Case
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from pages.support import MODELS, combinations, page, splits
 from vitpar import Plan, model_config, parse, validate
 from vitpar.check import CheckResult
@@ -130,9 +130,7 @@ def pairs_of_features(family: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("family", "choice"), [case for family in SIZES for case in pairs_of_features(family)])
-def test_every_pair_of_features_matches_one_process(
-    family: str, choice: tuple[str, ...], ranks: Callable[[int], RankPool]
-) -> None:
+def test_every_pair_of_features_matches_one_process(family: str, choice: tuple[str, ...], ranks: Ranks) -> None:
     """Few combinations contain all possible pairs; `make soak` checks the complete product for ViT."""
     skip_what_cannot_run(choice[-1])
     results = ranks(ranks_of(choice)).run(run_case, case_of(choice, family))
@@ -143,9 +141,7 @@ def test_every_pair_of_features_matches_one_process(
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("choice", sorted(combinations(STRUCTURE), key=ranks_of), ids=" ".join)
-def test_every_allowed_combination_matches_one_process(
-    choice: tuple[str, ...], ranks: Callable[[int], RankPool]
-) -> None:
+def test_every_allowed_combination_matches_one_process(choice: tuple[str, ...], ranks: Ranks) -> None:
     cases = [case_of((*choice, precision)) for precision in DIMENSIONS["precision"]]
     for result in ranks(ranks_of(choice)).run(run_cases, cases)[0]:
         assert result.passed, (result.precision, result.worst)

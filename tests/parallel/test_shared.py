@@ -1,6 +1,5 @@
 """Parameters that layers share: checkpoints, debug checks and refusals. Their plans are in `helpers.plans`."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 
 import vitpar
 from helpers.plans import ZBV
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.shared_models import Relative, Tied
 from helpers.trained import assembled, rows, trainer_of
 from vitpar import parse, validate
@@ -38,9 +37,8 @@ def trained(
     ("name", "first", "second"),
     [
         ("tied", ("pp2", {}), ("fsdp2", {"optimizer.name": "lamb"})),
-        ("tied", ("dp1", {"optimizer.name": "muon"}), ("pp2xfsdp2", {f"parallel.{k}": v for k, v in ZBV.items()})),
+        ("tied", ("dp1", {"optimizer.name": "muon"}), ("pp2", {f"parallel.{k}": v for k, v in ZBV.items()})),
         ("relative", ("pp1: 0-1=tp2, *=fsdp2", {}), ("pp2", {"optimizer.name": "sgd"})),
-        ("relative", ("pp2xtp2", {}), ("dp2", {})),
     ],
 )
 def test_checkpoint_has_a_shared_parameter_once_and_resumes_under_another_plan(
@@ -49,7 +47,7 @@ def test_checkpoint_has_a_shared_parameter_once_and_resumes_under_another_plan(
     second: tuple[str, dict[str, Any]],
     data: Path,
     tmp_path: Path,
-    ranks: Callable[[int], RankPool],
+    ranks: Ranks,
 ) -> None:
     settings = {"data.path": str(data), **first[1], **{k: v for k, v in second[1].items() if k.startswith("optim")}}
     ranks(parse(first[0]).world_size).run(trained, name, first[0], settings, tmp_path / "first")
@@ -78,9 +76,7 @@ def drifting(device: torch.device, folder: Path, data: Path) -> str:
     return "nothing"
 
 
-def test_debug_checks_find_a_copy_that_differs_from_its_owner(
-    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_debug_checks_find_a_copy_that_differs_from_its_owner(data: Path, tmp_path: Path, ranks: Ranks) -> None:
     for error in ranks(2).run(drifting, tmp_path / "run", data):
         assert error == "after step 1, embed.matrix differs between rank 0 and rank 1"
 

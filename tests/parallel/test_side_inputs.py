@@ -1,6 +1,6 @@
 """Side inputs reach the layers that take them: gradients equal those of the model in one process, under every plan."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import vitpar
 from helpers.plans import ZBV
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.shared_models import Classes, Hidden, Patches
 from vitpar import parse, validate
 from vitpar.errors import ModelError
@@ -98,12 +98,11 @@ def plain() -> LayeredModel:
     [
         ("dp1", {"microbatches": 2}),
         ("tp2xdp2", {}),
-        ("pp2xfsdp2", {"microbatches": 4}),
         ("pp2", ZBV),
         ("pp2: 0-1=tp2, 2=dp2+ckpt, *=tp2+sp", {"microbatches": 2}),
     ],
 )
-def test_gradients_equal_one_process(mesh: str, more: dict[str, Any], ranks: Callable[[int], RankPool]) -> None:
+def test_gradients_equal_one_process(mesh: str, more: dict[str, Any], ranks: Ranks) -> None:
     model, (images, labels, sides) = plain(), drawn()
     loss = F.cross_entropy(model(images, **sides), labels)
     loss.backward()

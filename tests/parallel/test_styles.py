@@ -1,6 +1,5 @@
 """Plans for torch's `parallelize_module`: applied by it to modules outside vitpar, and read from torch's own styles."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from vitpar import model_config, tensor_parallel_plan
 from vitpar.errors import ModelError, StrategyError
 from vitpar.models.roles import ROLES, TABLE, role_of
@@ -88,7 +87,7 @@ def compared(device: torch.device, strategy: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("strategy", ["tp2", "tp2+sp"])
-def test_plain_parallelize_module_applies_a_plan(strategy: str, ranks: Callable[[int], RankPool]) -> None:
+def test_plain_parallelize_module_applies_a_plan(strategy: str, ranks: Ranks) -> None:
     for errors in ranks(2).run(compared, strategy):
         assert len(errors) == 17 and max(errors.values()) < 1e-12, errors
 

@@ -1,7 +1,6 @@
 """Token logits, complete and split by vocabulary: losses and hits compared with torch's, and refused plans."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.text_models import TextModel, TokenLoss, bert, sample, t5
 from vitpar import parse, validate
 from vitpar.errors import ModelError, StrategyError
@@ -130,9 +129,7 @@ def split(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks_", "dtype"), [(2, torch.float64), (4, torch.float64), (2, torch.bfloat16)])
-def test_parts_give_the_losses_and_hits_of_complete_logits(
-    ranks_: int, dtype: torch.dtype, ranks: Callable[[int], RankPool]
-) -> None:
+def test_parts_give_the_losses_and_hits_of_complete_logits(ranks_: int, dtype: torch.dtype, ranks: Ranks) -> None:
     for found in ranks(ranks_).run(split, dtype):
         limit = 1e-13 if dtype is torch.float64 else 1e-2
         assert found["losses"] <= 1e-13 * (1 if dtype is torch.float64 else 1e9), found

@@ -1,6 +1,5 @@
 """Token layouts and redistributions between them, by arithmetic and on real ranks in forward and backward."""
 
-from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.plans import strategies_of
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from vitpar import model_config
 from vitpar.planner.search.space import Space
 from vitpar.strategy import Strategy, image_layout, output_layout, parse, token_layout
@@ -95,7 +94,7 @@ def exchanged(device: torch.device, meshes: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("size", MESHES)
-def test_every_redistribution_is_exact_on_real_ranks(size: int, ranks: Callable[[int], RankPool]) -> None:
+def test_every_redistribution_is_exact_on_real_ranks(size: int, ranks: Ranks) -> None:
     assert [problem for here in ranks(size).run(exchanged, MESHES[size]) for problem in here] == []
 
 

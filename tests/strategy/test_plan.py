@@ -93,14 +93,8 @@ def test_place_of_rank_and_rank_of_place_are_inverse(text: str) -> None:
 
 
 def test_leftmost_axis_varies_slowest() -> None:
-    assert [place_of_rank(parse("tp2xpp3"), rank) for rank in range(6)] == [
-        (0, 0),
-        (1, 0),
-        (2, 0),
-        (0, 1),
-        (1, 1),
-        (2, 1),
-    ]
+    places = [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert [place_of_rank(parse("tp2xpp3"), rank) for rank in range(6)] == places
     assert [place_of_rank(parse("pp2xdp2"), rank) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 

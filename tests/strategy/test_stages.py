@@ -1,14 +1,20 @@
-"""Assignment of blocks to stages, and of stages to ranks."""
+"""Assignment of blocks to stages, of stages to ranks, and the order of their actions."""
 
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from helpers.sentences import says
-from vitpar.strategy import parse, rank_of_stage, split_blocks, stages_of_rank
+from vitpar.strategy import SCHEDULES, Plan, parse, rank_of_stage, split_blocks, stages_of_rank
+from vitpar.strategy.batch import schedule_objection
+from vitpar.strategy.pipeline_orders import ActionPart, action_order
 
 
 def sizes(stages: tuple[range, ...]) -> list[int]:
@@ -90,3 +96,53 @@ def test_v_shaped_stages_run_down_and_up_the_ranks() -> None:
     plan = replace(parse("dp2xpp3"), schedule="zbvzerobubble", virtual_stages=2)
     assert [stages_of_rank(rank, plan) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
     assert [rank_of_stage(stage, plan) for stage in range(6)] == [0, 1, 2, 2, 1, 0]
+
+
+# orders of actions
+
+
+def recorded(kind: type[PipelineScheduleSingle], pp: int, stages: int, microbatches: int) -> list[list[ActionPart]]:
+    """Run a step of a schedule on a stage that records forwards and backwards."""
+    found: list[list[ActionPart]] = []
+
+    def nothing(*_: Any, **__: Any) -> list[Any]:
+        return []
+
+    sends = ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops", "perform_reduce_grad")
+    stage: Any = SimpleNamespace(
+        **{"num_stages": stages, "stage_index": pp, "group_size": stages, "group_rank": pp},
+        **{"is_last": False, "has_backward": True, "submod": None},
+        forward_one_chunk=lambda number, *_, **__: found.append([("F", pp, number)]),
+        backward_one_chunk=lambda number, *_, **__: found.append([("B", pp, number)]),
+        **dict.fromkeys(sends, nothing),
+    )
+    bare = type(kind.__name__, (kind,), {"_initialize_stage": nothing})
+    bare(stage, microbatches)._step_microbatches([()] * microbatches, [{}] * microbatches)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_order_of_one_stage_is_that_of_torch(schedule: str) -> None:
+    kind: Any = get_schedule_class(schedule)
+    for pp in (2, 3, 5, 8):
+        plan = Plan(pp=pp, schedule=schedule)
+        for microbatches in (n for n in (*range(1, 18), 31) if schedule_objection(plan, n) is None):
+            order = action_order(plan, microbatches)
+            assert order == {rank: recorded(kind, rank, pp, microbatches) for rank in range(pp)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_rank_computes_each_micro_batch_of_its_stages_once(schedule: str) -> None:
+    virtual = {"one": 1, "two": 2, "several": 3}[SCHEDULES[schedule].stages]
+    plan = Plan(pp=3, schedule=schedule, virtual_stages=virtual)
+    for microbatches in (n for n in range(1, 22) if schedule_objection(plan, n) is None):
+        for pp, actions in action_order(plan, microbatches).items():
+            done = Counter(part for action in actions for part in action)
+            for stage in (stage for stage in range(plan.num_stages) if rank_of_stage(stage, plan) == pp):
+                for number in range(microbatches):
+                    forward, whole, halves = (done[kind, stage, number] for kind in "FBI")
+                    assert forward == 1 == whole + halves and halves == done["W", stage, number]
+            assert {number for _, _, number in done} == {*range(microbatches)} and {kind for kind, *_ in done} <= {
+                *"FBIW"
+            }
+            assert {rank_of_stage(stage, plan) for _, stage, _ in done} == {pp}

@@ -1,6 +1,5 @@
 """Decoded images that the ranks of a machine keep together: in a cache, or held for augmentation in batches."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.small_data import damage, pack_small
 from helpers.trained import recipe_of
 from vitpar.data.images import decode
@@ -76,7 +75,7 @@ def refuse(args: tuple[Any, ...]) -> Any:
     ],
 )
 def test_ranks_of_a_container_have_one_cache(
-    ranks: Callable[[int], RankPool],
+    ranks: Ranks,
     data: Path,
     near: bool,
     decoding: tuple[int, ...],
@@ -99,9 +98,7 @@ def test_ranks_of_a_container_have_one_cache(
         (0.002, True, "rank 1: there is no such file"),
     ],
 )
-def test_failure_of_one_rank_is_reported_by_all(
-    ranks: Callable[[int], RankPool], data: Path, gb: float, fails: bool, message: str
-) -> None:
+def test_failure_of_one_rank_is_reported_by_all(ranks: Ranks, data: Path, gb: float, fails: bool, message: str) -> None:
     results = ranks(2).run(made, data, True, BOTH, gb, fails)
     assert [kind for kind, *_ in results] == ["refused", "refused"]
     assert all(message in words for _, words in results), results
@@ -132,9 +129,7 @@ def held(device: torch.device, data: Path, decoding: tuple[int, ...], available:
 
 
 @pytest.mark.parametrize("decoding", [BOTH, (1,)])
-def test_ranks_of_a_machine_hold_images_together(
-    ranks: Callable[[int], RankPool], data: Path, decoding: tuple[int, ...]
-) -> None:
+def test_ranks_of_a_machine_hold_images_together(ranks: Ranks, data: Path, decoding: tuple[int, ...]) -> None:
     """Each decodes a part, into one memory. Validation images are transformed, with a black one after them."""
     train, val = (ShardSet.open(data, split) for split in ("train", "val"))
     sums = [
@@ -146,9 +141,7 @@ def test_ranks_of_a_machine_hold_images_together(
     assert results == [(words, sums if rank in decoding else None) for rank in BOTH]
 
 
-def test_images_that_cannot_be_held_are_refused_by_all(
-    ranks: Callable[[int], RankPool], data: Path, tmp_path: Path
-) -> None:
+def test_images_that_cannot_be_held_are_refused_by_all(ranks: Ranks, data: Path, tmp_path: Path) -> None:
     (message,) = set(ranks(2).run(held, data, BOTH, 20_000))
     assert message.startswith(
         "data.cache 'device' holds all images, 0.0124 MB decoded, but 0.02 MB of memory are avail"

@@ -1,18 +1,19 @@
 """Self-distillation: its loss and gradients under plans against one process, and commands from training to features."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+import vitpar.check.plan
 from helpers import dino_formulas
 from helpers.command_line import Command, Refused
 from helpers.dino_models import CROPS, PROTOTYPES, SETTINGS, SIZES
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.trained import assembled, rows, trainer_of
 from vitpar import parse
 from vitpar.check import check_plan
@@ -43,9 +44,6 @@ PLANS: dict[str, dict[str, Any]] = {
     "pp2: embed=fsdp2, 0-1=tp2, 2=dp2, *=fsdp2": {"parallel.microbatches": 2},
     "fsdp2xtp2+ckpt": {},
     "dp4": {"train.freeze": "embed, 0"},
-    "fsdp4": {"parallel.microbatches": 2},
-    "pp4": {"parallel.microbatches": 4},
-    "dp2+zero2": {},
     "tp4": {"task.options": {"prototypes": 96, "koleo_group": 4}},
     "dp2+offload": {},
 }
@@ -59,13 +57,14 @@ def checked(device: torch.device, mesh: str, settings: dict[str, Any]) -> CheckR
     recipe = read_recipe(None, {**values, "parallel.mesh": mesh, **settings})
     task = task_of(recipe, 1)
     config = recipe.config(task.outputs, task.model_options)
-    return check_plan(recipe, config, recipe.plan(config), device, task, tolerance=1e-9)
+    with mock.patch.object(vitpar.check.plan, "NOISY_RUNS", 1):  # the tolerance does not depend on them
+        return check_plan(recipe, config, recipe.plan(config), device, task, tolerance=1e-9)
 
 
 @pytest.mark.parametrize(
     "mesh", [pytest.param(mesh, marks=() if mesh in QUICK else pytest.mark.slow) for mesh in PLANS]
 )
-def test_plans_train_as_one_process(mesh: str, ranks: Callable[[int], RankPool]) -> None:
+def test_plans_train_as_one_process(mesh: str, ranks: Ranks) -> None:
     result = ranks(parse(mesh).world_size).run(checked, mesh, PLANS[mesh])[0]
     assert result.passed, result
 
@@ -129,9 +128,7 @@ def by_formulas(device: torch.device, options: dict[str, Any], sizes: dict[str, 
 
 @pytest.mark.parametrize("options", [{}, {"centering": "centering"}], ids=str)
 @pytest.mark.parametrize("sizes", [{"patch_head": True}, {"local_crops": 0}], ids=str)
-def test_loss_and_gradients_equal_other_formulas(
-    options: dict[str, Any], sizes: dict[str, Any], ranks: Callable[[int], RankPool]
-) -> None:
+def test_loss_and_gradients_equal_other_formulas(options: dict[str, Any], sizes: dict[str, Any], ranks: Ranks) -> None:
     ranks(1).run(by_formulas, options, sizes)
 
 
@@ -158,7 +155,7 @@ def centred(device: torch.device, mesh: str, settings: dict[str, Any], run_dir: 
 
 
 def test_centring_subtracts_the_mean_of_earlier_batches_under_any_plan(
-    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+    data: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     settings = {"data.path": str(data), "model.options": {**CROPS, "local_size": 4}}
     losses, (before, targets, scores, masks, temperature, after) = ranks(1).run(
@@ -234,19 +231,8 @@ def test_backbone_is_trained_resumed_continued_and_used(place: Path, vitpar: Com
 
     trained = said("train", *DINO_WORDS, *DATA, "--mesh", "pp2xtp2", "--steps", "4", "--run-dir", "run")
     assert "val kNN" in trained and "crop 0.32-1" in trained and "100 outputs" in trained
-    said(
-        "train",
-        *DINO_WORDS,
-        *DATA,
-        "--mesh",
-        "dp2",
-        "--steps",
-        "4",
-        "--run-dir",
-        "through",
-        "--set",
-        "checkpoint.every=2",
-    )
+    through = "--mesh dp2 --steps 4 --run-dir through --set checkpoint.every=2"
+    said("train", *DINO_WORDS, *DATA, *through.split())
     again = ("train", "--resume", "through/checkpoints/step_2")
     said(*again, "--run-dir", "same")
     assert rows(place / "same", after=2) == rows(place / "through", after=2)

@@ -55,22 +55,8 @@ def test_encoder_is_pretrained_resumed_evaluated_and_fine_tuned(place: Path, vit
     assert "resuming from run/checkpoints/step_2" in said("train", "--resume", "run", *more)
     figures = [json.loads(said("eval", "--checkpoint", "run", "--mesh", mesh, "--json")) for mesh in ("dp1", "pp2")]
     assert figures[0]["samples"] == 17 and figures[0] == pytest.approx(figures[1], rel=1e-5)
-    tuned = said(
-        *(
-            "train",
-            "--task",
-            "classify",
-            "--weights",
-            "run",
-            *DATA,
-            "--steps",
-            "1",
-            "--mesh",
-            "tp2",
-            "--run-dir",
-            "tuned",
-        )
-    )
+    tuning = "train --task classify --weights run --steps 1 --mesh tp2 --run-dir tuned"
+    tuned = said(*tuning.split(), *DATA)
     assert "vit_custom" in tuned and "train.epochs" not in tuned
     again = said("train", "--weights", "run", *DATA, "--dry-run", "--steps", "4")
     assert "mae_custom" in again

@@ -1,6 +1,5 @@
 """Tasks of text: inputs and targets by hand, training under plans, and what is refused."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.trained import rows, train
 from vitpar import parse, validate
 from vitpar.check import check_plan, recipe_to_check
@@ -112,15 +111,11 @@ def trained_run(device: torch.device, recipe: Recipe, run: Path, resume: Path | 
 
 
 @pytest.mark.parametrize("task", ["mlm", "span"])
-def test_plans_do_not_change_the_training(
-    task: str, text: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_plans_do_not_change_the_training(task: str, text: Path, tmp_path: Path, ranks: Ranks) -> None:
     """Counts of targets differ between micro-batches and ranks. The last evaluation is compared with a plain loop."""
     (_,) = ranks(1).run(trained_run, recipe_of(text, task, "dp1"), tmp_path / "dp1")
     expected = rows(tmp_path / "dp1"), rows(tmp_path / "dp1", "eval")
-    plans = [("pp2xtp2", {"parallel.microbatches": 2}), ("dp2xtp2+sp", {}), ("pp2: 0-1=tp2, *=fsdp2", {})]
-    if task == "mlm":
-        plans.append(("fsdp2", {"parallel.microbatches": 4}))
+    plans = [("pp2xtp2", {"parallel.microbatches": 2}), ("dp2xtp2+sp", {})]
     for number, (mesh, more) in enumerate(plans):
         recipe = recipe_of(text, task, mesh, **more)
         ranks(parse(mesh).world_size).run(trained_run, recipe, tmp_path / str(number))
@@ -133,8 +128,8 @@ def test_plans_do_not_change_the_training(
         assert saved.keys() == other.keys(), "the vocabulary is saved complete, and shared tensors once"
         assert all(torch.allclose(saved[name], other[name], rtol=1e-6, atol=1e-9) for name in other), mesh
     # Resumed under another plan.
-    recipe = recipe_of(text, task, "fsdp2xtp2")
-    ranks(4).run(trained_run, recipe, tmp_path / "moved", tmp_path / "dp1" / "checkpoints" / "step_2")
+    recipe = recipe_of(text, task, "fsdp2")
+    ranks(2).run(trained_run, recipe, tmp_path / "moved", tmp_path / "dp1" / "checkpoints" / "step_2")
     assert rows(tmp_path / "moved")[-1]["loss"] == pytest.approx(expected[0][-1]["loss"], rel=1e-9)
 
     shards = TextSet.open(text, "val")

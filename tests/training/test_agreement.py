@@ -1,7 +1,6 @@
 """Ranks that would train different things are refused before a model is built."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.small_data import pack_small, rename_classes
 from helpers.trained import recipe_of, trainer_of
 from vitpar.data.shards.shard_set import ShardSet
@@ -85,13 +84,13 @@ def content(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-def test_differences_are_named_on_every_rank(name: str, content: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_differences_are_named_on_every_rank(name: str, content: Path, ranks: Ranks) -> None:
     changed, words = DIFFERENCES[name]
     found = ranks(3).run(compared, content, changed)
     assert len({*found}) == 1 and words in found[0] and bool(found[0]) == bool(words), found
 
 
-def test_another_run_folder_of_a_rank_is_refused(content: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_another_run_folder_of_a_rank_is_refused(content: Path, ranks: Ranks) -> None:
     (found,) = {*ranks(3).run(opened, content)}
     assert found.startswith("ranks disagree: --run-dir is ") and "run0" in found and "run2" in found
     assert not list(content.glob("run?"))

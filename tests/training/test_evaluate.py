@@ -3,7 +3,6 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from helpers.calibration import expected_calibration_error
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.small_data import CLASSES, TRAIN, VAL, damage, pack_small
 from vitpar import ViTConfig, model_config, parse, validate
 from vitpar.data.images import decode
@@ -138,7 +137,7 @@ CASES += [("train", mesh, fields) for mesh, fields in (PLANS[0], PLANS[-1])]
 
 @pytest.mark.parametrize(("split", "mesh", "fields"), CASES, ids=str)
 def test_evaluation_matches_a_plain_loop(
-    split: str, mesh: str, fields: dict[str, Any], data: Path, ranks: Callable[[int], RankPool]
+    split: str, mesh: str, fields: dict[str, Any], data: Path, ranks: Ranks
 ) -> None:
     """Every image counts exactly once although batches are padded, and all ranks get the same result."""
     assert VAL % BATCH == 1, "some ranks see only padding in the last batch"
@@ -158,9 +157,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[str, 
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "dp2", "tp2", "pp2xdp2"])
-def test_skipped_bad_images_count_on_no_rank(
-    mesh: str, damaged: tuple[Path, tuple[str, ...]], ranks: Callable[[int], RankPool]
-) -> None:
+def test_skipped_bad_images_count_on_no_rank(mesh: str, damaged: tuple[Path, tuple[str, ...]], ranks: Ranks) -> None:
     folder, names = damaged
     expected = by_hand(folder, "val", without=names)
     assert expected[1].samples == VAL - 2
@@ -200,9 +197,7 @@ def trained(device: torch.device, data: Path, mesh: str, fields: dict[str, Any],
 
 
 @pytest.mark.parametrize(("mesh", "fields"), PLANS[1::2], ids=str)
-def test_evaluation_does_not_change_training(
-    mesh: str, fields: dict[str, Any], data: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_evaluation_does_not_change_training(mesh: str, fields: dict[str, Any], data: Path, ranks: Ranks) -> None:
     """Losses, gradients and parameters are bitwise equal with and without evaluations between the steps."""
     pool = ranks(parse(mesh).world_size)
     with_evaluation, without = (pool.run(trained, data, mesh, fields, between) for between in (True, False))

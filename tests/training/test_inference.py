@@ -1,6 +1,5 @@
 """Features of images, compared with timm's."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from helpers.foreign_models import timm_model, timm_swin
 from helpers.foreign_weights import CLASSES, SIZE, TIMM_CONFIG, saved, timm_state
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.tiny_images import encoded
 from vitpar import Execution, create_model, load_weights, model_config, parallelize, parse, validate
 from vitpar.data.image_files import ImageFiles, NotedImages
@@ -57,7 +56,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ids=["class token", "average", "distilled", "swin"],
 )
 def test_features_are_what_timms_classifier_reads(
-    state: dict[str, Any] | None, pool: str, paths: list[str], tmp_path: Path, ranks: Callable[[int], RankPool]
+    state: dict[str, Any] | None, pool: str, paths: list[str], tmp_path: Path, ranks: Ranks
 ) -> None:
     if state is None:
         sizes = {"patch_size": 2, "embed_dim": 8, "depths": (1, 1), "num_heads": (2, 2), "window_size": 2}
@@ -85,9 +84,7 @@ def test_features_are_what_timms_classifier_reads(
     assert all(p.grad.count_nonzero() and type(p) is torch.nn.Parameter for p in plain.parameters())
 
 
-def test_features_are_float32_whatever_the_precision(
-    paths: list[str], tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_features_are_float32_whatever_the_precision(paths: list[str], tmp_path: Path, ranks: Ranks) -> None:
     import_weights(saved(tmp_path / "there", timm_state(), TIMM_CONFIG), tmp_path / "weights")
     pool = ranks(1)
     ((_, exact),), ((_, rough),) = (

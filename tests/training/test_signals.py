@@ -1,14 +1,12 @@
 """Norms of gradients and sizes of updates by group of layers, against the parameters in checkpoints."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.ranks import RankPool
-from helpers.small_data import pack_small
+from helpers.ranks import Ranks
 from helpers.trained import LAYERWISE, assembled, recipe_of, train
 from vitpar import model_config
 from vitpar.training.metrics import device_load
@@ -25,15 +23,9 @@ def prefixes(group: str) -> tuple[str, ...]:
     return tuple(f"model.blocks.{number}." for number in range(int(first), int(last or first) + 1))
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack_small(tmp_path_factory.mktemp("data"))
-
-
-@pytest.mark.parametrize("freeze", ["", "embed, *.bias"])
-@pytest.mark.parametrize("mesh", ["dp4+zero2", "fsdp2xtp2+ckpt", LAYERWISE])
+@pytest.mark.parametrize(("mesh", "freeze"), [("dp4+zero2", ""), ("fsdp2xtp2+ckpt", "embed, *.bias"), (LAYERWISE, "")])
 def test_signals_are_those_of_the_global_model(
-    mesh: str, freeze: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+    mesh: str, freeze: str, data: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     """SGD without decay and clipping moves weights by the rate times the gradient, so checkpoints give both."""
     settings = {"optimizer.name": "sgd", "optimizer.lr": LR, "optimizer.weight_decay": 0.0, "optimizer.momentum": 0.0}

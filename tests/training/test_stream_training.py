@@ -1,7 +1,7 @@
 """Training on streamed shards: recipes, labels on every rank, exact evaluation, and shell commands in URLs."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.command_line import Command, Refused
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.run_folder import losses_of, rows_of
 from helpers.streamed_shards import brightness, served, write_shards
 from helpers.trained import recipe_text
@@ -126,7 +126,7 @@ def steps_of(device: torch.device, recipe: Recipe, mesh: str) -> list[tuple[list
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "fsdp4", "tp2xdp2", "pp2xtp2", "tp4+2d"])
-def test_ranks_agree_on_labels_that_match_the_images(mesh: str, place: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_ranks_agree_on_labels_that_match_the_images(mesh: str, place: Path, ranks: Ranks) -> None:
     recipe = read_recipe(place / "recipe.toml")
     first, *others = ranks(parse(mesh).world_size).run(steps_of, recipe, mesh)
     assert all(other == first for other in others)
@@ -144,7 +144,7 @@ def few(device: torch.device, recipe: Recipe, mesh: str) -> str:
 
 @pytest.mark.parametrize(("mesh", "parts"), [("dp2", 2), ("pp2xdp2", 2), ("tp2xdp2", 4)])
 def test_fewer_shards_than_decoding_ranks_are_refused_on_every_rank(
-    mesh: str, parts: int, place: Path, ranks: Callable[[int], RankPool]
+    mesh: str, parts: int, place: Path, ranks: Ranks
 ) -> None:
     recipe = read_recipe(place / "recipe.toml", {"stream.train": f"{place}/train-{{1..{parts - 1}}}.tar"})
     for error in ranks(parse(mesh).world_size).run(few, recipe, mesh):
@@ -157,9 +157,7 @@ def evaluated(device: torch.device, recipe: Recipe, mesh: str) -> Evaluation:
 
 
 @pytest.mark.parametrize("mesh", ["dp1", "pp2", "tp2xdp2", "dp4"])
-def test_streamed_evaluation_equals_that_of_indexed_shards(
-    mesh: str, place: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_streamed_evaluation_equals_that_of_indexed_shards(mesh: str, place: Path, ranks: Ranks) -> None:
     """This includes the case of four decoding ranks and only two shards."""
     if not (place / "dataset.json").exists():
         index(place)

@@ -2,7 +2,6 @@
 
 import builtins
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import vitpar
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.trained import STEPS, recipe_of, rows
 from vitpar.errors import RecipeError, StrategyError
 from vitpar.training.events import Reporter, RunHeader
@@ -35,7 +34,7 @@ def in_a_group(device: torch.device, recipe: vitpar.Recipe, run_dir: Path) -> di
 def test_existing_group_gives_the_losses_of_one_process(
     data: Path,
     tmp_path: Path,
-    ranks: Callable[[int], RankPool],
+    ranks: Ranks,
     environment: None,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

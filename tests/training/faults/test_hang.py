@@ -34,12 +34,10 @@ RECIPE = recipe_text(
 
 
 @contextmanager
-def training(
-    place: Path, name: str, mesh: str, launcher: tuple[str, ...] = ()
-) -> Iterator["tuple[subprocess.Popen[str], list[int]]"]:
+def training(place: Path, name: str, mesh: str) -> Iterator["tuple[subprocess.Popen[str], list[int]]"]:
     """Start a run, wait until it trains, and yield its process and the process ids of its ranks."""
     words = ["--recipe", "recipe.toml", "--mesh", mesh, "--run-dir", name, "--set", "train.eval_every=100000"]
-    process = started(place, ["train", *words], launcher)
+    process = started(place, ["train", *words])
     try:
         wait_for(lambda: lines(place / name) > 3, process)
         yield process, ranks_of(process.pid)
@@ -48,11 +46,10 @@ def training(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["dp2", "pp2xdp2"])
-def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, place: Path) -> None:
+def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(place: Path) -> None:
     """A stopped rank cannot answer the watchdog, so the other ranks must notice and name it."""
-    name = f"stopped-{mesh}"
-    with training(place, name, mesh) as (process, ranks):
+    name = "stopped"
+    with training(place, name, "dp2") as (process, ranks):
         os.kill(
             next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()), signal.SIGSTOP
         )
@@ -63,7 +60,7 @@ def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, pla
         assert "computing step" in errors
         wait_for(lambda: not alive(ranks), process, ended=True)
     dumps = {path.name: path.read_text() for path in (place / name / "hang").iterdir()}
-    assert dumps.keys() == {f"rank{rank}.txt" for rank in range(len(ranks)) if rank != 1}
+    assert dumps.keys() == {"rank0.txt"}
     # A rank waits in one of the step's collectives: activations or gradients, their norm, or the logged losses.
     waits = ("forward_backward", "total_norms", "flush")
     for text in dumps.values():
@@ -71,19 +68,6 @@ def test_rank_stopped_by_sigstop_ends_the_run_with_one_error_line(mesh: str, pla
     assert "error: the run hangs" in (place / name / "log.txt").read_text()
     record = RunRecord(place / name)
     assert record.state == "failed" and record.note.startswith("the run hangs: rank 1 on ")
-
-
-@pytest.mark.slow
-def test_under_torchrun_one_rank_reports_the_hang(place: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    with training(place, "torchrun", "dp2", launcher) as (process, ranks):
-        os.kill(max(ranks), signal.SIGSTOP)
-        _, errors = process.communicate(timeout=150)
-        assert process.returncode != 0
-        line, _, root = errors.partition("Root Cause")
-        assert all(text.count("error: the run hangs: rank 1 on ") == 1 for text in (line, root)), errors
-        assert "gloo" not in errors
-        wait_for(lambda: not alive(ranks), process, ended=True)
 
 
 HELD = """
@@ -110,7 +94,10 @@ def held(place: Path) -> None:
 
 
 def test_sleeping_rank_is_named_and_its_stack_is_saved(place: Path) -> None:
-    """A rank that sleeps in Python can still answer the watchdog, so its dump shows the line that blocks."""
+    """A rank that sleeps in Python can still answer the watchdog, so its dump shows the line that blocks.
+
+    No launcher of vitpar's picks the line here, as under torchrun: one rank alone writes it.
+    """
     (place / "held.py").write_text(HELD)
     codes, texts = zip(*exits(held, two_ranks(), place), strict=True)
     errors = "".join(texts)

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from helpers import trained
 from helpers.command_line import run
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.run_folder import rows_of
 from helpers.watched import WEIGHT, watched
 from vitpar import parse
@@ -32,12 +31,12 @@ def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
     ("mesh", "name", "rank", "where"),
     [
         ("dp2", WEIGHT, 1, f"the gradient of {WEIGHT} on rank 1)"),
-        ("pp2xtp2", WEIGHT, 3, f"the gradient of {WEIGHT} on rank 3)"),
+        ("pp2", WEIGHT, 1, f"the gradient of {WEIGHT} on rank 1)"),
         ("fsdp2", "loss", 1, "the loss on rank 1)"),
     ],
 )
 def test_divergence_error_names_step_rank_and_parameter(
-    mesh: str, name: str, rank: int, where: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+    mesh: str, name: str, rank: int, where: str, data: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     """The run diverges at a checkpoint's own step, before later steps are logged; that checkpoint is not written."""
     folder = tmp_path / "run"
@@ -90,7 +89,7 @@ def test_nothing_non_finite_is_evaluated_or_saved(
     words: str,
     data: Path,
     tmp_path: Path,
-    ranks: Callable[[int], RankPool],
+    ranks: Ranks,
 ) -> None:
     arguments = (recipe_of(data, mesh, **settings), tmp_path / "run", value, rank, (step,), name)
     for seen, error in ranks(2).run(watched, *arguments):
@@ -101,9 +100,7 @@ def test_nothing_non_finite_is_evaluated_or_saved(
 
 
 @pytest.mark.parametrize("name", [WEIGHT, "loss"])
-def test_skipped_step_changes_no_parameter(
-    name: str, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_skipped_step_changes_no_parameter(name: str, data: Path, tmp_path: Path, ranks: Ranks) -> None:
     """The checkpoints and the log must also show which steps were skipped and why."""
     folder = tmp_path / "run"
     recipe = recipe_of(
@@ -121,9 +118,7 @@ def test_skipped_step_changes_no_parameter(
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_4", "step_6"}
 
 
-def test_too_many_skipped_steps_in_a_row_stop_the_run(
-    data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
-) -> None:
+def test_too_many_skipped_steps_in_a_row_stop_the_run(data: Path, tmp_path: Path, ranks: Ranks) -> None:
     folder = tmp_path / "run"
     recipe = recipe_of(data, "dp2", **{"faults.non_finite": "skip"}, **{"faults.max_skipped": 2})
     for seen, error in ranks(2).run(watched, recipe, folder, math.nan, 1, (2, 4, 5), WEIGHT):
@@ -141,7 +136,8 @@ def test_too_many_skipped_steps_in_a_row_stop_the_run(
     assert len(rows_of(folder)) == 6 and not (folder / "weights").exists()
 
 
-def test_skip_mode_does_not_change_a_finite_run(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+@pytest.mark.slow
+def test_skip_mode_does_not_change_a_finite_run(data: Path, tmp_path: Path, ranks: Ranks) -> None:
     losses = []
     for way in ("stop", "skip"):
         recipe = recipe_of(data, "fsdp2", **{"faults.non_finite": way})

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from helpers import trained
-from helpers.ranks import RankPool
+from helpers.ranks import Ranks
 from helpers.run_folder import rows_of
 from helpers.watched import watched
 from vitpar import parse
@@ -33,10 +32,10 @@ def recipe_of(data: Path, mesh: str, **settings: Any) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "rank", "value"), [("dp2", 1, math.inf), ("tp2xfsdp2", 3, math.nan), ("pp2xdp2", 2, -math.inf)]
+    ("mesh", "rank", "value"), [("dp2", 1, math.inf), ("pp2", 0, math.nan), ("tp2xfsdp2", 3, -math.inf)]
 )
 def test_overflow_on_one_rank_skips_the_step_on_all_ranks(
-    mesh: str, rank: int, value: float, data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]
+    mesh: str, rank: int, value: float, data: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     """A skipped step changes no parameter, average or optimizer state on any rank.
 
@@ -62,7 +61,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(
     assert "skipped step 2: overflow under loss scale 1,024\n" in log and "skipped step 4" not in log
 
 
-def test_fp16_losses_and_norms_match_fp32(data: Path, tmp_path: Path, ranks: Callable[[int], RankPool]) -> None:
+def test_fp16_losses_and_norms_match_fp32(data: Path, tmp_path: Path, ranks: Ranks) -> None:
     """A run with a slightly smaller learning rate must differ, which shows that the comparison is sensitive."""
     # SGD and clipping near the observed norms: with Adam, a wrong loss scale would cancel out of the updates.
     runs = {}
@@ -101,7 +100,7 @@ def test_overflow_at_the_smallest_scale_stops_the_run(
     sentence: str,
     data: Path,
     tmp_path: Path,
-    ranks: Callable[[int], RankPool],
+    ranks: Ranks,
 ) -> None:
     """A scale that cannot fall further ends the run with one error line on every rank, not with endless skipping."""
     given = {f"loss_scale.{name}": value for name, value in settings.items()}
@@ -247,8 +246,6 @@ REFUSED = [
     (["train.precision=bf16", "train.reduce_dtype=fp16"], "'bf16' does not support: use 'fp32' or 'bf16'"),
     (["loss_scale.initial_scale=0.5"], "loss_scale.initial_scale 0.5 is not within min_scale 1.0 and max_scale"),
     (["loss_scale.max_scale=4096"], "loss_scale.initial_scale 65536.0 is not within"),
-    (["loss_scale.growth_factor=1"], "'loss_scale.growth_factor' is 1: input should be greater than 1"),
-    (["loss_scale.initial_scale=inf"], "'loss_scale.initial_scale' is inf: input should be a finite number"),
 ]
 
 

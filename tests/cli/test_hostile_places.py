@@ -79,6 +79,7 @@ def test_a_limit_of_file_size_is_one_sentence_with_the_path(tmp_path: Path) -> N
     assert (process.returncode, errors) == (2, words)
 
 
+@pytest.mark.slow
 def test_a_removed_run_folder_is_written_again(tmp_path: Path) -> None:
     process = forked(tmp_path, training(tmp_path, 200, "--set", "train.eval_every=200"))
     assert process.stdout

@@ -1,19 +1,16 @@
-"""Mistakes of every command: one sentence before any process starts. Options that set recipe keys."""
+"""Mistakes of every command: one sentence before any process starts, and what cannot be parsed."""
 
 import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
 
 from helpers.command_line import Refused
 from helpers.shared_runs import shared_run
 from helpers.small_data import pack_small
-from vitpar.recipe.request import RecipeRequest
 from vitpar_cli.main import main
-from vitpar_cli.recipe_options import OPTIONS, recipe
 
 MISTAKES = [
     (["train", "--mesh", "foo"], "unknown role 'foo'"),
@@ -129,23 +126,3 @@ def test_help_and_version_are_not_errors(monkeypatch: pytest.MonkeyPatch, capsys
         main()
     printed = capsys.readouterr()
     assert ended.value.code == 2 and printed.err == "" and printed.out.count("Usage: vitpar") == 1
-
-
-def test_option_values_have_recipe_types() -> None:
-    names = ("recipe", "assignments", "split", "weights", "steps", "debug_checks", "batch_size", "own_model")
-    left_out: dict[str, Any] = dict.fromkeys(names)
-    group = recipe(*names, batch_size="Other help.")
-    assert group.make(**left_out) == RecipeRequest(
-        given=dict.fromkeys(
-            ("parallel.split", "model.weights", "train.steps", "faults.debug_checks", "train.batch_size")
-        )
-    )
-    given = {"split": "5,7", "weights": Path("w"), "steps": 3, "debug_checks": True, "recipe": Path("r")}
-    asked = group.make(**left_out | given | {"assignments": ["a.b=1"]})
-    assert isinstance(asked, RecipeRequest) and (asked.path, asked.assignments) == (Path("r"), ("a.b=1",))
-    assert {key: value for key, value in asked.given.items() if value is not None} == {
-        **{"parallel.split": [5, 7], "model.weights": "w", "train.steps": 3},
-        "faults.debug_checks": True,
-    }
-    assert get_args(group.options["batch_size"])[1].help == "Other help."
-    assert "Images of a step" in get_args(OPTIONS["batch_size"])[1].help

@@ -70,7 +70,7 @@ def test_lines_at_the_end_of_a_training(task: str, texts: Path) -> None:
 @pytest.mark.parametrize("task", ["classify", "mlm"])
 def test_the_line_of_search_trains_what_was_searched(task: str, texts: Path) -> None:
     words = shlex.split(TRAININGS[task].replace("depth=2", "depth=4"))
-    done = pasted(texts, ["search", "--cluster", "2xA100-40GB", "--precision", "fp32", *words])
+    done = pasted(texts, ["search", "--cluster", "2xA100-40GB", "--roles", "dp,tp", "--precision", "fp32", *words])
     (line,) = [words for words in commands(done) if words[0] == "train"]
     pasted(texts, line, "--steps", "1", "--device", "cpu", "--run-dir", f"runs/searched-{task}")
     name, model, plan = trained(texts / f"runs/searched-{task}")

@@ -43,7 +43,7 @@ def test_search_respects_its_options() -> None:
 
 
 REFUSED: list[tuple[dict, str]] = [
-    ({"memory": "1MB"}, r"^no plan fits into 1 MB per rank \('.*' needs .* MB\): allow more memory"),
+    ({"memory": "1MB", "roles": ("dp",)}, r"^no plan fits into 1 MB per rank \('.*' needs .* MB\): allow more memory"),
     ({"microbatches": 7}, r"^a batch of 64 samples is not divisible by 7 micro-batches"),
     ({"roles": ("pp", "xp")}, r"^unknown role 'xp'"),
     ({"without": ("turbo",)}, r"^unknown flag 'turbo'"),

@@ -49,7 +49,7 @@ def others_beside(device: torch.device) -> float | None:
     train = {"batch_size": 8, "compile": False, "precision": "fp32"}
     recipe = Recipe.model_validate({"data": {"path": "unused"}, "train": train})
     plan = validate(parse("dp2"), config, 8)
-    return _steps(Training(recipe, config), plan, device, seconds=0.5).others
+    return _steps(Training(recipe, config), plan, device, seconds=0.1).others
 
 
 @pytest.mark.skipif(not STAT.exists(), reason="the system does not count what cores do")

@@ -150,8 +150,8 @@ def test_bounds_of_uniform_plans_do_not_exceed_their_prices(
 
 def test_found_plans_are_accepted_by_the_runtime() -> None:
     """Every found plan passes validation and survives a JSON round trip."""
-    costs = costs_of(cluster(2, 4), 8, 64)
-    space = Space(costs.config, 8, (16, 32))
+    costs = costs_of(cluster(2, 2), 6, 64)
+    space = Space(costs.config, 4, (16, 32))
     search = Search(space, costs)
     largest = search.best(float("inf")).plans[0]
     found: set[Plan] = set()

@@ -61,7 +61,7 @@ def test_measured_steps_record_the_load_of_other_programs(ranks: Callable[[int],
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_predicted_memory_matches_the_measured_memory(tmp_path: Path, vitpar: Command) -> None:
-    """Covers two plans on two ranks; `make bench-planner` measures more. docs/planning.md runs all of these commands.
+    """Covers two plans on two ranks; `make bench-planner` measures more. docs/planning.md runs most of these commands.
 
     The short measuring time makes the timings useless, but not the memory.
     """

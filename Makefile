@@ -105,9 +105,8 @@ docs: $(READY)   ## Generate pages of docs/ from the source, and build the docum
 	$(BIN)/python experiments/write_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-bench: $(READY)  ## Compare speed and memory with hand-written PyTorch, and pipelines with theory
+bench: $(READY)  ## Compare speed and memory with hand-written PyTorch
 	$(BIN)/python experiments/bench_cpu.py
-	$(BIN)/python experiments/bench_plans.py
 
 bench-data: $(READY)  ## Images that a core reads, and the cores that a GPU needs; webdataset with Pillow
 	$(BIN)/python experiments/bench_data.py

@@ -51,8 +51,6 @@ def test_the_sdist_holds_what_the_documentation_names(built: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "printed"),
     [
-        (["--version"], "vitpar 0.1"),
-        (["settings", "optimizer.lr"], "optimizer.lr"),
         (["plan", "pp2xtp2xdp2", "--recipe", "digits"], "pp2xtp2xdp2"),
         (["search", "--cluster", "2xH100", "--model", "vit_small_patch16_224", "--batch-size", "64"], "H100"),
     ],

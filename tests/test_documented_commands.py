@@ -33,6 +33,7 @@ SKIPPED = {
 }
 """Lines that are left out, and why."""
 LONG = "would train for minutes to weeks on CPUs"
+FEWER = "fewer steps print the same lines"
 SMALL = "--model vit_nano_patch16_224 --batch-size 16 --steps 1 --precision fp32 --device cpu"
 MAE = (
     "--model mae_custom --set model.image_size=8 --set model.patch_size=4 --set model.embed_dim=24 --set model.depth=2 "
@@ -58,24 +59,42 @@ CHANGED = [
         LONG,
     ),
     (".", r"^(vitpar train --recipe deit_small [^#\n]*)", r"\1 --batch-size 64 --dry-run ", LONG),
-    ("README|index", r"^(vitpar train (?!.*--(?:steps|epochs|dry-run))[^#\n]*)", r"\1 --steps 2 ", LONG),
+    (
+        "README|index",
+        r"^(vitpar train (?!.*--(?:steps|epochs|dry-run))[^#\n]*)",
+        r"\1 --steps 2 --batch-size 16 ",
+        LONG,
+    ),
+    (
+        "choose-a-plan",
+        r"^vitpar profile hardware.*\n",
+        "",
+        "docs/planning.md measures: a file is given",
+    ),
     (".", r"^(vitpar profile .*--seconds) 0.0\d", r"\1 0.001", "would measure for minutes"),
     (".", r"^(vitpar validate .*--seconds) 0.5", r"\1 0.05", "would measure for minutes"),
-    ("speed", r"^(vitpar bench --(?:mesh|recipe)[^#\n]*)", r"\1 --steps 2 --repeats 1 ", "takes a minute a line"),
+    (
+        "speed",
+        r"^(vitpar bench --(?:mesh|recipe)[^#\n]*)",
+        r"\1 --steps 2 --repeats 1 --warmup 1 ",
+        "takes a minute a line",
+    ),
     ("fine-tune", r"--steps 450", "--steps 6", LONG),
     ("fine-tune", r"--steps (\d)\d\d", r"--steps \1", LONG),
     ("tutorials/colossal-ai", r"^(vitpar train .*--weights weights/vit (?!.*--model)[^#\n]*)", rf"\1 {SMALL} ", LONG),
     ("tutorials/colossal-ai", r"^(vitpar train --recipe cifar10.*)", rf"\1 {SMALL} ", LONG),
+    ("tutorials/train-on", r"--run-dir runs/first$", "--run-dir runs/first --steps 20 --set train.eval_every=5", FEWER),
+    ("tutorials/move", r"(--run-dir runs/(?:moving|elastic).*)", r"\1 --steps 60 --set train.eval_every=10", FEWER),
 ]
 """Pages, words of a line, what runs in their place, and why."""
 STOPS = {
     r"--live|^vitpar board": r"http://",
-    r"train .*--run-dir runs/moving$": r"(?m)^step 90 ",
-    r"^torchrun .*--run-dir runs/elastic": r"(?m)^step 45 ",
+    r"train .*--run-dir runs/moving": r"(?m)^step 20 ",
+    r"^torchrun .*--run-dir runs/elastic": r"(?m)^step 20 ",
 }
 """Commands that end by Ctrl-C, and the output after which it is pressed."""
 CODES = {
-    r"--run-dir runs/moving$": 75,
+    r"--run-dir runs/moving": 75,
     r"^torchrun .*--run-dir runs/elastic": 1,
     r"--resume runs/elastic --mesh dp2 --batch-size 64": 2,
 }
@@ -87,7 +106,7 @@ EXPECTED = {
     r"^(mkdir|cp|cd|tar|export|trap|set)\b|^python -c|^vitpar predict .*> ": "",
     r"^python (block|experiments/)|^torchrun .*block.py": r"^ended: \w+|^written |^\| dp1 \|",
     r"^vitpar train .*--dry-run": r"^dry run: no training was started$",
-    r"^vitpar train .*--run-dir runs/moving$": r"^stopped by .*: `vitpar train --resume runs/moving` resumes it$",
+    r"^vitpar train .*--run-dir runs/moving": r"^stopped by .*: `vitpar train --resume runs/moving` resumes it$",
     r"^torchrun .*--run-dir runs/elastic": r"^stopped by .* after step \d+",
     r"^vitpar train .*--batch-size 64 --device cpu$": r"^error: cannot resume",
     r"^vitpar train ": r"^done +\d",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.command_line import Command, Refused
+from helpers.command_line import Command, Refused, refusal
 from helpers.run_folder import losses_of
 from helpers.shared_runs import SMALL, shared_run
 from vitpar.models import model_config
@@ -19,6 +19,7 @@ from vitpar.strategy.plan_json import read_plan
 RECIPE = SMALL + "[checkpoint]\nevery = 2\n"
 AUTO = ("train", "--recipe", "recipe.toml", "--mesh", "auto")
 SHEET = ("--cluster", "8xH100", "--ranks", "2")
+WORLD = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -77,22 +78,28 @@ def test_torchrun_ranks_agree_on_the_plan(place: Path, vitpar: Command) -> None:
     assert done.returncode == 0, done.stderr
     assert read_plan(place / "torchrun" / "plan.json").world_size == 2
     assert done.stdout.count("why not") == 1
-    missing = vitpar(*AUTO, "--run-dir", "no", launcher=TORCHRUN)
-    assert missing.returncode == 1 and not (place / "no").exists()
-    assert "error: no profile of this machine found (hardware.json), and ranks of a launcher" in missing.stderr
+
+
+def test_ranks_of_a_launcher_do_not_measure(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(place)
+    said = refusal([*AUTO, "--run-dir", "no"], monkeypatch, capsys)
+    assert said.startswith("error: no profile of this machine found (hardware.json), and ranks of a launcher")
+    assert not (place / "no").exists()
 
 
 @pytest.mark.slow
-def test_missing_profiles_are_measured_once(place: Path, vitpar: Command) -> None:
+def test_missing_profiles_are_measured(place: Path, vitpar: Command) -> None:
     # One rank has no links to measure, so this takes seconds.
-    first = vitpar(*AUTO, "--ranks", "1", "--run-dir", "measured")
-    assert first.returncode == 0, first.stderr
-    found = re.findall(r"measuring (.*), once: a few minutes, saved to (\S+)", first.stderr)
+    done = vitpar(*AUTO, "--ranks", "1", "--run-dir", "measured")
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"measuring (.*), once: a few minutes, saved to (\S+)", done.stderr)
     assert [what for what, _ in found] == ["this machine", "vit_custom in fp32"]
     assert all((place / file).exists() for _, file in found)
-    assert "times are estimates" not in first.stdout and "why not" in first.stdout
-    second = vitpar(*AUTO, "--ranks", "1", "--run-dir", "measured2")
-    assert second.returncode == 0 and "measuring" not in second.stderr
+    assert "times are estimates" not in done.stdout and "why not" in done.stdout
 
 
 def test_matching_profiles_in_the_folder_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,21 +3,21 @@
 import json
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 
 from helpers.command_line import printed
 from helpers.small_data import CLASSES, pack_small
-from vitpar.errors import PlannerError, StrategyError
+from vitpar.errors import UserError
 from vitpar.models import model_config
 from vitpar.planner.cost.price import price
 from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import parse, validate
 from vitpar.strategy.plan_json import read_plan
 from vitpar_cli.plan import plan
-from vitpar_cli.rank_grid import COLOURS, draw_ranks
+from vitpar_cli.rank_grid import draw_ranks
 
 Run = Callable[..., str]
 
@@ -58,13 +58,9 @@ def test_modules_show_styles_placements_and_collectives(run: Run) -> None:
     split = "+sp split the samples of a micro-batch where Megatron splits the sequence"
     assert any(line.startswith(split) for line in lines)
     at = lines.index("modules of blocks 0-3: tp8+3d")
-    assert lines[at + 3].split()[:2] == ["norm1", "SplitNorm"]
     assert lines[at + 5].startswith("attn.qkv Linear3D j Shard(0) j Shard(0) all-gather /")
-    assert lines[at + 6].startswith("k Shard(1) k Replicate")
     at = lines.index("modules of blocks 4-11: tp4xdp2+sp")
-    assert "norm1 Replicate Replicate Replicate" in lines[at:]
     assert "attn.proj RowLinear Shard(1) Replicate reduce-scatter /" in lines[at:]
-    assert "pooled GatherPooled all-gather / –" in lines[at:]
     record = json.loads(run("tp2", *BASE, "--modules", "--json"))["modules"]
     assert [layer["layers"][0] for layer in record] == ["embed", "blocks.0", "head"]
     fc1 = next(row for row in record[1]["modules"] if row["module"] == "mlp.fc1")
@@ -93,26 +89,6 @@ def test_layerwise_plan_is_shown_strategy_by_strategy(run: Run) -> None:
     assert any("gradients not yet reduced" in line for line in lines)
 
 
-def test_equal_redistributions_share_one_line(run: Run) -> None:
-    lines = squeezed(run("pp1: 0=tp4, 2=tp4, 4=tp4, *=dp4", *BASE))
-    lines = lines[lines.index("redistribution before") + 1 :]
-    assert " ".join(lines) == (
-        "blocks 0, 2, 4 dp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of gradients "
-        "blocks 1, 3, 5 tp4 -> dp4: a rank receives up to 75.0 % of each gradient, nothing of activations"
-    )
-
-
-def test_tp_arrangement_and_host_memory_are_shown(run: Run) -> None:
-    lines = squeezed(run("pp2xtp8xdp2+2.5d+offload", *BASE))
-    names = [line.split(" ")[0] for line in lines[lines.index("tp8 arranged as d2 x i2 x j2") - 2 :]]
-    assert [name for name in names if name[0] in "pdijt+" and not name.isalpha()] == [
-        *("pp2", "tp8", "d2", "i2", "j2", "dp2", "+offload")
-    ]
-    head = next(line for line in lines if line.startswith("layers FLOPs"))
-    assert head == "layers FLOPs parameters on host memory"
-    assert "stage 0 embed, blocks 0-5 50.3 % 10.9 M 173.7 MB 0 bytes" in lines
-
-
 def test_json_output_has_the_printed_numbers(run: Run) -> None:
     sgd = ("--set", "optimizer.name=sgd", "--set", "optimizer.momentum=0.0", "--precision", "fp64")
     found = json.loads(run("pp2xtp2xdp2", *BASE, *sgd, "--set", "train.ema_decay=0.9", "--num-classes", "10", "--json"))
@@ -123,10 +99,6 @@ def test_json_output_has_the_printed_numbers(run: Run) -> None:
     # Parameters, gradients and averages of 8 bytes; SGD without momentum has no state.
     assert [part["state_bytes"] for part in found["pipeline"]] == [24 * p["parameters"] for p in found["pipeline"]]
     assert found["ranks"][6] == {"pp": 1, "stage_rank": 2} and found["pipeline_axis"]["degree"] == 2
-    (strategy,) = found["strategies"]
-    assert strategy["places"][2] == {"tp": 1, "dp": 0}
-    assert [axis["axis"] for axis in strategy["axes"]] == ["tp", "dp"]
-
     found = json.loads(run(LAYERED, *BASE, "--json"))
     assert found["strategy"] == LAYERED and found["ranks"][5] == {"pp": 1, "stage_rank": 1}
     strategies = {part["strategy"]: part for part in found["strategies"]}
@@ -134,10 +106,6 @@ def test_json_output_has_the_printed_numbers(run: Run) -> None:
     assert strategies["fsdp4+ckpt"]["layers"] == [*(f"blocks.{i}" for i in range(6, 12)), "head"]
     assert [flag["flag"] for flag in strategies["fsdp4+ckpt"]["flags"]] == ["+ckpt"]
     assert strategies["tp2xfsdp2"]["places"] == [{"tp": tp, "fsdp": fsdp} for tp in (0, 1) for fsdp in (0, 1)]
-    moves = [(c["layer"], c["stage"], c["forward"], c["backward"]) for c in found["redistributions"]]
-    assert moves == [("blocks.0", 0, 0.5, 0.25), ("blocks.6", 0, 0.25, 0.5)] and found["travel"] == [0.25]
-    cube = json.loads(run("dp2xtp8+3d", *BASE, "--json"))["strategies"][0]
-    assert cube["places"][13] == {"dp": 1, "i": 1, "j": 0, "k": 1}
 
 
 def test_plans_come_from_options_recipes_and_files(run: Run, tmp_path: Path) -> None:
@@ -182,25 +150,23 @@ def test_plan_is_predicted_for_a_cluster(run: Run) -> None:
     assert "fits       no" in shown and "too much; use more GPUs with fsdp or +offload\n" in shown
 
 
-@pytest.mark.parametrize(
-    ("words", "error", "sentence"),
-    [
-        (("tp2xdp", *BASE), StrategyError, "the degree of 'dp' in 'tp2xdp' is open: give it a number, or --world-size"),
-        (("pp: 0-11=tp2, *=dp2", *BASE), StrategyError, "the degree of 'pp' in 'pp: 0-11=tp2, \\*=dp2' is open"),
-        (("pp2: 0-5=tp2, *=dp", *BASE), StrategyError, "the degree of 'dp' in 'pp2: 0-5=tp2, \\*=dp' is open: give it"),
-        (("dp2", "--world-size", "8", *BASE), StrategyError, "'dp2' needs 2 ranks but the world has 8"),
-        (("dp2", "--memory", "4GB"), PlannerError, "--memory is given without a machine"),
-        (("dp2", "--epochs", "3"), PlannerError, "--epochs is given without a machine"),
-        (("dp16", *H100), PlannerError, "takes 16 ranks but 8xH100 has 8"),
-        (("dp2", "--hardware", "x.json", "--num-classes", "5"), PlannerError, "--num-classes is given without"),
-        (("dp2", *H100, "--hardware", "x.json"), PlannerError, "both --cluster and a profile are given"),
-    ],
-)
-def test_invalid_plan_commands_are_refused(
-    run: Run, words: tuple[str, ...], error: type[Exception], sentence: str
-) -> None:
-    with pytest.raises(error, match=sentence):
-        run(*words)
+INVALID: list[tuple[tuple[str, ...], str]] = [
+    (("tp2xdp", *BASE), "the degree of 'dp' in 'tp2xdp' is open: give it a number, or --world-size"),
+    (("pp: 0-11=tp2, *=dp2", *BASE), "the degree of 'pp' in 'pp: 0-11=tp2, \\*=dp2' is open"),
+    (("pp2: 0-5=tp2, *=dp", *BASE), "the degree of 'dp' in 'pp2: 0-5=tp2, \\*=dp' is open: give it"),
+    (("dp2", "--world-size", "8", *BASE), "'dp2' needs 2 ranks but the world has 8"),
+    (("dp2", "--memory", "4GB"), "--memory is given without a machine"),
+    (("dp2", "--epochs", "3"), "--epochs is given without a machine"),
+    (("dp16", *H100), "takes 16 ranks but 8xH100 has 8"),
+    (("dp2", "--hardware", "x.json", "--num-classes", "5"), "--num-classes is given without"),
+    (("dp2", *H100, "--hardware", "x.json"), "both --cluster and a profile are given"),
+]
+
+
+def test_invalid_plan_commands_are_refused(run: Run) -> None:
+    for words, sentence in INVALID:
+        with pytest.raises(UserError, match=sentence):
+            run(*words)
 
 
 def test_classes_are_those_of_the_recipes_data_but_not_of_a_published_model(
@@ -258,31 +224,16 @@ dp:   0 1 … 31 | 32 33 … 63 | …
 }
 
 
-@pytest.mark.parametrize(("strategy", "width"), DRAWN)
-def test_ranks_are_drawn(strategy: str, width: int) -> None:
-    expected = DRAWN[strategy, width].splitlines()[1:]
-    assert str(draw_ranks(parse(strategy), width)).splitlines()[: len(expected)] == expected
-
-
-def test_colours_mark_parts_of_the_batch() -> None:
-    def colours(strategy: str) -> list[str]:
-        """Return the colours of the ranks, line by line."""
-        text = draw_ranks(parse(strategy), 80)
-        return [str(span.style) for span in text.spans if span.style in COLOURS]
-
-    assert colours("dp2xtp2") == ["cyan", "magenta"]
-    assert colours("tp4+2d") == ["cyan", "magenta"]  # the rows of the 2d grid split the batch
-    assert colours("dp2xtp4+2d") == ["cyan", "yellow", "magenta", "green"]
-    assert colours("pp1: 0=dp2xtp2, *=tp4") == ["cyan", "magenta", "cyan"]
+def test_ranks_are_drawn() -> None:
+    for (strategy, width), picture in DRAWN.items():
+        expected = picture.splitlines()[1:]
+        assert str(draw_ranks(parse(strategy), width)).splitlines()[: len(expected)] == expected, strategy
 
 
 WIDE = "pp2: 0=tp8xdp8, 2=tp8xdp8, 4=tp8xdp8, 6=tp8xdp8, 8=tp8xdp8, 10=tp8xdp8, 12=tp8xdp8, *=tp64+2d+ckpt.selective"
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_grid_keeps_to_its_width(width: int) -> None:
-    for strategy in (
-        *("dp8", "pp8", "tp8", "pp2xdp2xfsdp2xtp2", "pp4xtp4xdp4", "fsdp64", "pp2xdp64"),
-        *("tp4+2d", "pp2xdp2xtp16+2d", "tp27+3d", "dp2xtp64+3d", "tp18xdp2+2.5d", "pp1: 0=dp64, *=tp2xdp32", WIDE),
-    ):
+def test_grid_keeps_to_its_width() -> None:
+    many = ("pp2xdp2xfsdp2xtp2", "pp2xdp64", "pp2xdp2xtp16+2d", "dp2xtp64+3d", "tp18xdp2+2.5d", WIDE)
+    for strategy, width in product(many, (40, 80, 120)):
         assert max(map(len, str(draw_ranks(parse(strategy), width)).splitlines())) <= width, strategy

@@ -60,7 +60,6 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     used, images = training_recipe(None, named)
     assert images == IMAGES and used == recipe_for(IMAGES, {"data.path": "data"}, side=10)
     assert used.model.name == "vit_tiny_patch2_10"
-    assert training_recipe(None, {}, ["data.path=data"]) == (used, images)
     streamed, images = training_recipe(None, {}, list(STREAM))
     assert images == 77 and streamed.train.epochs == used.train.epochs and streamed.augment.mixup == 0
     assert training_recipe(None, {}) == (read_recipe(DEFAULT_RECIPE), None)
@@ -68,8 +67,6 @@ def test_defaults_apply_only_without_a_recipe(place: Path, monkeypatch: pytest.M
     assert training_recipe(file, named) == (read_recipe(file, {"data.path": "data"}), None)
     begun, images = training_recipe(None, {**named, "model.weights": "weights"}, ["train.steps=1"])
     assert images is None and begun.optimizer.lr == 1e-4 and begun.lr_schedule.warmup is None
-    adafactor, _ = training_recipe(None, {**named, "model.weights": "weights"}, ["optimizer.name=adafactor"])
-    assert adafactor.optimizer.lr == 1e-2 and adafactor.train.epochs == 10
     rows = [
         (["--weights", "w"], "--weights 'w' does not exist: name a folder of weights"),
         (["--model", "vit_nano_patch16_4096", "--batch-size", "16000000"], "of 4096 pixels needs 805,306 GB of memory"),
@@ -101,9 +98,8 @@ class Resolved(Exception):
     """Exception that ends a command once its recipe is resolved."""
 
 
-@pytest.mark.parametrize("command", ["train", "check", "bench", "eval", "profile"])
-def test_all_commands_resolve_the_precision(
-    command: str, place: Path, default_run: tuple[Path, str], one_gpu: None, monkeypatch: pytest.MonkeyPatch
+def test_all_commands_resolve_the_precision_but_a_resumed_run_keeps_its_own(
+    place: Path, default_run: tuple[Path, str], one_gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vitpar.recipe import machine
     from vitpar_cli import bench, check, evaluate, profile, train
@@ -120,36 +116,19 @@ def test_all_commands_resolve_the_precision(
     monkeypatch.setattr(machine, "replace_auto_precision", noted)
     monkeypatch.setattr(machine, "refuse_attention", end)
     monkeypatch.chdir(place)
-    calls: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "train": (train.train, ("--data", "data")),
-        "check": (check.check, ("--mesh", "dp1")),
-        "bench": (bench.bench, ("--model", MODEL)),
-        "eval": (evaluate.evaluate, ("--checkpoint", "run/weights", "--set", "train.precision=auto")),
-        "profile": (profile.model, ("--model", MODEL)),
-    }
-    function, words = calls[command]
-    with pytest.raises(Resolved):
-        printed(function, *words)
-    assert seen == [("auto", "bf16")]
-
-
-def test_resumed_run_keeps_its_precision(
-    place: Path, default_run: tuple[Path, str], one_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vitpar_cli import train
-
-    monkeypatch.chdir(place)
-    kept = []
-
-    def note(recipe: Any, device: Any) -> None:
-        kept.append(recipe.train.precision)
-        raise Resolved
-
-    monkeypatch.setattr("vitpar.recipe.machine.replace_auto_precision", note)
-    for words in ((), ("--recipe", "recipe.toml")):
+    calls: list[tuple[Any, tuple[str, ...]]] = [
+        (train.train, ("--data", "data")),
+        (check.check, ("--mesh", "dp1")),
+        (bench.bench, ("--model", MODEL)),
+        (evaluate.evaluate, ("--checkpoint", "run/weights", "--set", "train.precision=auto")),
+        (profile.model, ("--model", MODEL)),
+        (train.train, ("--resume", "run")),
+        (train.train, ("--resume", "run", "--recipe", "recipe.toml")),
+    ]
+    for function, words in calls:
         with pytest.raises(Resolved):
-            printed(train.train, "--resume", "run", *words)
-    assert kept == ["fp32", "fp32"]
+            printed(function, *words)
+    assert seen == [("auto", "bf16")] * 5 + [("fp32", "fp32")] * 2
 
 
 def test_search_assumes_the_clusters_precision_and_says_so(tmp_path: Path) -> None:
@@ -158,17 +137,13 @@ def test_search_assumes_the_clusters_precision_and_says_so(tmp_path: Path) -> No
     shipped = (files("vitpar") / "clusters" / "A100-80GB.toml").read_text()
     place = "nodes = 1\ndevices_per_node = 2\n"
     (tmp_path / "old.toml").write_text(place + shipped.replace("bfloat16 = 312e12\n", ""))
-    words = ("--model", "vit_tiny_patch4_32", "--batch-size", "64", "--seconds", "1")
+    words = ("--model", "vit_tiny_patch4_32", "--batch-size", "64", "--roles", "dp")
     for cluster, precision in (("2xH100", "bf16"), (str(tmp_path / "old.toml"), "fp32")):
         assumed = printed(search, "--cluster", cluster, *words)
         assert f"precision {precision} is assumed: set another with --precision" in assumed
         assert f"vit_tiny_patch4_32 in {precision}" in assumed
     named = printed(search, "--cluster", "2xH100", *words, "--precision", "fp32")
     assert "vit_tiny_patch4_32 in fp32" in named and "set another with --precision" not in named
-    page = tmp_path / "report.html"
-    told = json.loads(printed(search, "--cluster", "2xH100", *words, "--json", "--report", str(page)))
-    assert "<td>precision</td><td>bf16, compiled</td>" in page.read_text()
-    assert "precision bf16 is assumed: set another with --precision" in told["notes"]
 
 
 def test_folder_of_images_is_packed_once(

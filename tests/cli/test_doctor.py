@@ -59,47 +59,41 @@ def test_minimum_versions_match_pyproject() -> None:
 Change = Callable[[dict[str, Any]], None]
 
 
-@pytest.mark.parametrize(
-    ("change", "severity", "sentence"),
-    [
-        (lambda r: r["versions"].update(torch="2.9.1"), "error", "torch is 2.9.1 but vitpar needs 2.11 or newer: pip"),
-        (lambda r: r["versions"].update(einops=None), "error", "einops is missing: pip install 'einops>=0.8'"),
-        (lambda r: r["versions"].update(simplejpeg=None), "warning", "simplejpeg is missing, so the slower"),
-        (lambda r: r.update(torch="libc10.so not found"), "error", "torch is installed but cannot be imported (libc10"),
-        (lambda r: r["distributed"].update(gloo=False), "error", "this torch has no gloo backend"),
-        (lambda r: r["distributed"].update(nccl=False), "error", "1 GPUs but a torch without NCCL: install torch"),
-        (lambda r: r["local_world"].update(ok=False, error="x"), "error", "an all-reduce of two local ranks failed"),
-        (lambda r: r.update(world={"error": "RANK is 'x'"}), "error", "RANK is 'x'"),
-        (lambda r: r.update(devices=[]), "warning", "an NVIDIA driver is loaded but torch sees no GPU (the driver may"),
-        (lambda r: r["devices"][0].update(compute_capability=[7, 5]), "warning", "GPU 0 (H200, 7.5) is too old for"),
-        (lambda r: r["limits"].update(open_files=256), "warning", "the limit of open files is 256"),
-        (lambda r: r["limits"].update(user_processes=64), "warning", "the limit of processes is 64: raise it with"),
-        (lambda r: r["limits"].update(shared_memory_bytes=64 * 2**20), "warning", "/dev/shm, which NCCL"),
-        (lambda r: r["system"].update(memory_available_bytes=10**8), "warning", "only 0.1 GB of memory is free"),
-        (lambda r: r.update(compiler=None), "warning", "no C++ compiler was found"),
-        (lambda r: r.update(timm="no nms"), "warning", "timm is installed but cannot be imported (no nms), which only"),
-    ],
-)
-def test_each_problem_is_found_separately(
-    change: Change, severity: str, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = copy.deepcopy(HEALTHY)
-    change(report)
-    [(found_severity, message)] = problems(report)
-    assert found_severity == severity and message.startswith(sentence)
-    result = run(monkeypatch, report)
-    assert f"{severity}: {sentence}" in result.output
-    assert result.exit_code == (1 if severity == "error" else 0)
+PROBLEMS: list[tuple[Change, str, str]] = [
+    (lambda r: r["versions"].update(torch="2.9.1"), "error", "torch is 2.9.1 but vitpar needs 2.11 or newer: pip"),
+    (lambda r: r["versions"].update(einops=None), "error", "einops is missing: pip install 'einops>=0.8'"),
+    (lambda r: r["versions"].update(simplejpeg=None), "warning", "simplejpeg is missing, so the slower"),
+    (lambda r: r.update(torch="libc10.so not found"), "error", "torch is installed but cannot be imported (libc10"),
+    (lambda r: r["distributed"].update(gloo=False), "error", "this torch has no gloo backend"),
+    (lambda r: r["distributed"].update(nccl=False), "error", "1 GPUs but a torch without NCCL: install torch"),
+    (lambda r: r["local_world"].update(ok=False, error="x"), "error", "an all-reduce of two local ranks failed"),
+    (lambda r: r.update(world={"error": "RANK is 'x'"}), "error", "RANK is 'x'"),
+    (lambda r: r.update(devices=[]), "warning", "an NVIDIA driver is loaded but torch sees no GPU (the driver may"),
+    (lambda r: r["devices"][0].update(compute_capability=[7, 5]), "warning", "GPU 0 (H200, 7.5) is too old for"),
+    (lambda r: r["limits"].update(open_files=256), "warning", "the limit of open files is 256"),
+    (lambda r: r["limits"].update(user_processes=64), "warning", "the limit of processes is 64: raise it with"),
+    (lambda r: r["limits"].update(shared_memory_bytes=64 * 2**20), "warning", "/dev/shm, which NCCL"),
+    (lambda r: r["system"].update(memory_available_bytes=10**8), "warning", "only 0.1 GB of memory is free"),
+    (lambda r: r.update(compiler=None), "warning", "no C++ compiler was found"),
+    (lambda r: r.update(timm="no nms"), "warning", "timm is installed but cannot be imported (no nms), which only"),
+]
 
 
-def test_healthy_machine_has_no_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_problem_is_found_separately() -> None:
+    for change, severity, sentence in PROBLEMS:
+        report = copy.deepcopy(HEALTHY)
+        change(report)
+        [(found, message)] = problems(report)
+        assert found == severity and message.startswith(sentence), sentence
+
+
+def test_command_prints_problems_errors_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert problems(HEALTHY) == []
     result = run(monkeypatch, HEALTHY)
     assert result.exit_code == 0
     assert "no problems found" in result.output and "H200, 141.0 GB, compute capability 9.0" in result.output
-
-
-def test_errors_come_first_and_json_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(monkeypatch, HEALTHY | {"compiler": None})
+    assert result.exit_code == 0 and "warning: no C++ compiler was found" in result.output
     report = copy.deepcopy(HEALTHY) | {"compiler": None, "world": {"error": "RANK is 'x'"}}
     result = run(monkeypatch, report, "--json")
     assert result.exit_code == 1

@@ -1,6 +1,7 @@
 """`vitpar eval`: several data sets, a file of predictions, and the calibration error."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -44,9 +45,7 @@ def measures(rows: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize(
-    "mesh", ["dp1", pytest.param("dp3", marks=pytest.mark.slow), pytest.param("pp2xdp2", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize("mesh", ["dp1", pytest.param("dp3", marks=pytest.mark.slow)])
 def test_predictions_of_several_data_sets(mesh: str, place: Path, vitpar: Command) -> None:
     """Neither three ranks nor batches of 12 divide the 17 images."""
     words = ("--checkpoint", "weights", "--data", "data", "--data", "spoilt", "--set", "data.bad_sample=skip")
@@ -77,17 +76,13 @@ def test_predictions_of_several_data_sets(mesh: str, place: Path, vitpar: Comman
 def test_one_data_set_is_a_line_and_several_are_a_table(place: Path, vitpar: Command) -> None:
     one = vitpar("eval", "--checkpoint", "weights", "--data", "data")
     assert one.returncode == 0 and one.stderr == "", one.stderr
-    figures = json.loads(vitpar("eval", "--checkpoint", "weights", "--data", "data", "--json").stdout)
-    assert list(figures) == KEYS
-    words = [f"top-1 {figures['top1']:.2%}", f"top-5 {figures['top5']:.2%}", f"ECE {figures['ece']:.2%}"]
-    words.append(f"loss {figures['loss']:.4f}")
-    assert one.stdout == f"{VAL} images of 'val': {', '.join(words)}\n"
+    words = re.fullmatch(rf"{VAL} images of 'val': top-1 (\S+), top-5 (\S+), ECE (\S+), loss (\S+)\n", one.stdout)
+    assert words, one.stdout
     shutil.copytree(place / "data", place / "copy [red]")
     both = vitpar("eval", "--checkpoint", "weights", "--data", "data", "--data", "copy [red]")
     assert both.returncode == 0, both.stderr
     rows = [line.split() for line in both.stdout.splitlines()]
-    cells = [f"{figures['top1']:.2%}", f"{figures['top5']:.2%}", f"{figures['ece']:.2%}", f"{figures['loss']:.4f}"]
-    assert rows[-2:] == [["data", str(VAL), *cells], ["copy", "[red]", str(VAL), *cells]]
+    assert rows[-2:] == [["data", str(VAL), *words.groups()], ["copy", "[red]", str(VAL), *words.groups()]]
 
 
 SMALL = ["eval", "--checkpoint", "weights"]

@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as parquet
@@ -12,7 +11,6 @@ import torch
 
 from helpers.command_line import Command, Refused
 from helpers.foreign_weights import TIMM_CONFIG, WIDTH, saved, timm_state
-from helpers.paths import ROOT
 from helpers.small_data import VAL, damage, pack_small
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.training.parquet_file import feature_file
@@ -83,26 +81,6 @@ def test_mistakes_are_refused(place: Path, refused: Refused) -> None:
     assert not (place / "x.parquet").exists()
 
 
-def test_own_model_needs_a_classifier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitpar.errors import ModelError
-    from vitpar.models import families
-    from vitpar.models.own import OwnModel, load
-    from vitpar.training.inference import classifiers, feature_width
-
-    text = (ROOT / "examples" / "own_model.py").read_text()
-    without: Any = text.replace(', "fc": "classifier"', "")
-    assert without != text
-    for name, source in (("named", text), ("nameless", without)):
-        (tmp_path / f"{name}.py").write_text(source)
-        monkeypatch.setitem(families.FAMILIES, f"{name}.py:Mixer", OwnModel)  # removed after the test
-        config = families.model_config(load(str(tmp_path / f"{name}.py:Mixer")))
-        if name == "named":
-            assert classifiers(config) == ("fc",) and feature_width(config) == 64
-        else:
-            with pytest.raises(ModelError, match=r"names no classifier.*the role \"classifier\" in TENSOR_PARALLEL"):
-                classifiers(config)
-
-
 def test_a_probe_of_the_features_becomes_the_classifier(place: Path, vitpar: Command, refused: Refused) -> None:
     pack_small(place / "whole")
     for split in ("train", "val"):
@@ -122,10 +100,6 @@ def test_a_probe_of_the_features_becomes_the_classifier(place: Path, vitpar: Com
     assert "linear, rate 5" in shown.stdout and "best" in shown.stdout and "1 neighbour " in shown.stdout
     rows = [
         ((*words[1:], "--out", "probed"), "'probed' exists and is not empty"),
-        (
-            ["train.parquet", "val.parquet", "--neighbours", "1,1000"],
-            "--neighbours is '1,1000', but 'train.parquet' has",
-        ),
         (["train.parquet", "gone.parquet", "--rates", "a"], "--rates is 'a': give numbers above 0"),
     ]
     refused(place, rows, "probe")

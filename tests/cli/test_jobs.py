@@ -10,14 +10,10 @@ import torch
 import torch.distributed as dist
 import typer
 
-from helpers.paths import ROOT
 from helpers.small_data import pack_small
 from vitpar import launch
 from vitpar.data.shards.shard_set import ShardSet
 from vitpar.errors import DataError
-from vitpar.launch.world import HANDED, REPORTS
-from vitpar.models import model_config
-from vitpar.models.own import load
 from vitpar.strategy import parse
 from vitpar_cli import world
 
@@ -79,19 +75,3 @@ def test_data_sets_are_opened_again(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     shards.fingerprint = "of other images"
     with pytest.raises(DataError, match="was replaced while the command started"):
         handed(monkeypatch, shards)
-
-
-def test_models_of_the_users_own_are_loaded_before_the_job_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = load(f"{ROOT}/examples/own_model.py:Mixer")
-    config = model_config(name, num_classes=3)
-    assert config.layers  # described, which runs its layers
-    monkeypatch.setattr(world, "NAMED", [("model", name)])
-    (again,) = handed(monkeypatch, config).arguments
-    assert type(again).__name__ == "Mixer" and vars(again)["num_classes"] == 3
-
-
-def test_ranks_read_the_handed_bytes_from_their_folder(tmp_path: Path) -> None:
-    program = f"import os, pathlib; data = pathlib.Path(os.environ['{REPORTS}'], '{HANDED}').read_bytes()"
-    write = f"pathlib.Path('{tmp_path}', os.environ['RANK']).write_bytes(data)"
-    assert launch.spawn(2, ["-c", f"{program}; {write}"], handed=b"\xff job") == 0
-    assert [(tmp_path / str(rank)).read_bytes() for rank in range(2)] == [b"\xff job"] * 2

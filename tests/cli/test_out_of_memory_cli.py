@@ -54,23 +54,14 @@ def test_rank_without_memory_says_so(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mesh", "phase", "rank"), [("dp1", "step", 0), ("pp2", "step", 1), ("dp2", "build", 1)])
-def test_out_of_memory_on_any_rank_gives_one_error_line(
-    mesh: str, phase: str, rank: int, place: Path, vitpar: Command, monkeypatch: pytest.MonkeyPatch
+def test_a_command_whose_rank_lacks_memory_prints_one_error_line(
+    place: Path, vitpar: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("PYTHONPATH", place / "site"), ("FAILING_RANK", rank), ("FAILING_PHASE", phase)):
+    for name, value in (("PYTHONPATH", place / "site"), ("FAILING_RANK", 1), ("FAILING_PHASE", "build")):
         monkeypatch.setenv(name, str(value))
-    done = vitpar("train", "--data", "data", *WORDS, "--mesh", mesh)
+    done = vitpar("train", "--data", "data", *WORDS, "--mesh", "dp2")
     assert done.returncode == 2
     (line,) = (line for line in done.stderr.splitlines() if "memory" in line)
-    assert line.startswith(f"error: CUDA is out of memory on rank {rank}: a step is predicted to need ")
+    assert line.startswith("error: CUDA is out of memory on rank 1: a step is predicted to need ")
     assert "--microbatches" in line and "+ckpt" in line
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_bench_gives_the_same_error_line(place: Path, vitpar: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("PYTHONPATH", place / "site"), ("FAILING_RANK", 0), ("FAILING_PHASE", "step")):
-        monkeypatch.setenv(name, str(value))
-    done = vitpar("bench", "--model", "vit_nano_patch4_8", "--batch-size", "8", "--steps", "1", "--repeats", "1")
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith("error: CUDA is out of memory on rank 0")

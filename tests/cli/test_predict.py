@@ -122,19 +122,6 @@ def test_a_checkpoint_predicts_with_its_averages_and_names(place: Path, vitpar: 
     assert third == [one | {"name": None} for one in first]
 
 
-def test_table_fits_80_columns(place: Path, vitpar: Command) -> None:
-    names = [f"{'a long name, ' * 9}[bold]{number}\x1b" for number in range(CLASSES)]
-    shutil.copytree(place / "run" / "weights", place / "long")
-    (place / "long" / "classes.json").write_text(json.dumps(names))
-    shutil.copy(place / "wide.jpg", place / f"{'w' * 90}.jpg")
-    done = vitpar("predict", f"{'w' * 90}.jpg", "--checkpoint", "long", "--top", "2")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80 and lines[0].split() == ["image", "class", "probability"]
-    assert "[bold]" in done.stdout.replace("\n", "") and "\x1b" not in done.stdout
-    assert sum(line.rstrip().endswith(" %") for line in lines) == 2
-
-
 MISTAKES = [
     (["gone.jpg", "--checkpoint", "run"], "there is no image 'gone.jpg': name image files, or folders of them"),
     (["empty", "--checkpoint", "run"], "'empty' holds no images (.jpg, .jpeg, "),

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import time
 import urllib.request
 from pathlib import Path
 
@@ -68,16 +67,6 @@ def test_runs_are_listed_in_80_columns(place: Path, monkeypatch: pytest.MonkeyPa
     assert printed(runs, "data") == "no runs in data\n"
 
 
-def test_a_note_of_several_runs_is_said_once(tmp_path: Path) -> None:
-    for name, step in (("a", 9), ("b", 10)):
-        log = (
-            write_run(tmp_path / name, [train_row(1)], events=[event("error", text=f"hot at step {step}")]) / "log.txt"
-        )
-        os.utime(log, (time.time() - step, time.time() - step))
-    shown = printed(runs, str(tmp_path))
-    assert shown.endswith("\na and 1 more run: hot at step 9\n") and shown.count("hot") == 1
-
-
 def test_a_live_report_ends_with_ctrl_c(place: Path) -> None:
     process = started(place, ("report", "runs/trained", "--live", "--port", "0"))
     try:
@@ -99,7 +88,6 @@ MISTAKES = [
     (["report", "runs/trained", "--live", "--out", "x.html"], "--out does nothing with --live"),
     (["report", "runs/trained", "--live", "--images", "3"], "--images does nothing with --live"),
     (["report", "runs/trained", "--port", "80"], "--port does nothing without --live"),
-    (["report", "runs/trained", "--device", "cpu"], "--device does nothing without --images"),
     (["report", "runs/trained", "--data", "data"], "--data does nothing without --images"),
     (["report", "runs/trained", "--images", "201"], "--images is 201: use at most 200"),
     (["report", "runs/trained", "runs/trained", "--images", "1"], "--images shows the predictions of one run"),

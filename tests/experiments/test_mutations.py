@@ -10,7 +10,7 @@ import pytest
 
 from helpers.paths import ROOT
 from mutating.command import judge_check, judge_error
-from mutating.mutation import Mutation, MutationError, mutated, problem
+from mutating.mutation import Mutation, mutated, problem
 from mutating.table import MUTATIONS
 from mutations import run
 
@@ -87,8 +87,6 @@ def test_mutation_that_does_not_match_is_refused(small: Path) -> None:
     }
     for message, mutation in refused.items():
         assert message in (problem(small, mutation) or "")
-    with pytest.raises(MutationError, match="occurs 0 times"), mutated(small, refused["occurs 0 times in thing.py"]):
-        pass
     with mutated(small, of("fits", "limit = 6")):
         assert "limit = 6" in (small / "thing.py").read_text()
     assert (small / "thing.py").read_text() == SOURCE
@@ -116,14 +114,11 @@ def test_only_a_failed_assertion_counts(small: Path) -> None:
     assert (small / "thing.py").read_text() == SOURCE and not list((small.parent / "copies").iterdir())
 
 
-def test_verdict_of_vitpar_check_is_parsed() -> None:
+def test_verdicts_distinguish_failures_from_crashes() -> None:
     assert judge_check(0, "table\npassed: worst is loss\n") == ("passed", "passed: worst is loss")
     assert judge_check(1, "FAILED: worst is head.fc.bias\n")[0] == "failed"
     for code, said in ((1, "rank 1 failed: KeyError\n"), (1, ""), (2, "FAILED: x"), (0, ""), (1, "passed: x")):
         assert judge_check(code, said)[0] == "crash"
-
-
-def test_rank_errors_are_distinguished_from_failed_assertions() -> None:
     trace = "helpers.ranks.RankError: rank 1 of 2:\nTraceback (most recent call last):\n  File a\n    x\n{}\n"
     failed = trace.format("AssertionError: 3 > 2\nassert False")
     assert judge_error(failed) == ("failed", "AssertionError: 3 > 2")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from helpers.archives import cifar_files, write_imagenet
 from helpers.command_line import run
@@ -20,11 +21,14 @@ from helpers.galvatron_files import LAYERWISE
 from helpers.galvatron_models import write_shipped_profile
 from helpers.hub_server import Hub, serving
 from helpers.paths import ROOT
+from helpers.ranks import RankPool
 from helpers.small_data import pack_small
 from helpers.streamed_shards import write_shards
 from helpers.tiny_images import encoded, write_tree
 from helpers.tiny_text import documents, write_tokenizer
 from vitpar.models import model_config
+from vitpar.planner.measure.hardware import MeasureEffort, profile_hardware
+from vitpar.planner.profile.profiles import Hardware
 
 PLACES = ("docs", "examples", "experiments", "src", "tests", "constraints.txt", "Makefile")
 """Folders and files of a clone that pages name."""
@@ -118,7 +122,6 @@ def weights(path: Path) -> None:
 
 def published(path: Path) -> None:
     """Write random weights of a published model, as timm saves them."""
-    import torch
     from safetensors.torch import save_file
 
     from helpers.oracles import timm
@@ -150,6 +153,18 @@ def features(path: Path) -> None:
     vitpar(place, "features", "--data", "data_shards/mine", "--data-split", path.stem, "--checkpoint", "runs/mine",
            "--out", f"../{path.name}")  # fmt: skip
     shutil.rmtree(place)
+
+
+def little_profile(device: torch.device) -> Hardware:
+    effort = MeasureEffort(0.002, ("float32", "bfloat16"), (16, 64), (2**10, 2**20), (2**12, 2**20))
+    return profile_hardware("2xcpu", device, 2, effort)
+
+
+def hardware(path: Path) -> None:
+    """Write a profile of two ranks of this machine, measured in few points."""
+    pool = RankPool(2)
+    pool.run(little_profile)[0].save(path)
+    pool.close()
 
 
 def t5_config(path: Path) -> None:
@@ -193,6 +208,7 @@ GIVEN: dict[str, Callable[[Path], object]] = {
     "runs/other": trained,
     "train.parquet": features,
     "val.parquet": features,
+    "hardware.json": hardware,
     "galvatron_config.json": lambda path: path.write_text(json.dumps(LAYERWISE)),
     "t5_config.json": t5_config,
     **dict.fromkeys(("HARDWARE", "vit-huge", "bert-large", "t5-3b"), galvatron_profiles),
@@ -203,6 +219,7 @@ IMPLIED = {
     "r.toml": " data_shards/mine",
     "recipe.toml": " data_shards/mine",
     "mine.toml": " data_shards/mine",
+    "validate plan.json fsdp2": " hardware.json",
     "runs/mine": " data_shards/mine",
     "--recipe digits": " data_shards/digits",
     "/digits.toml": " data_shards/digits",

@@ -77,5 +77,6 @@ class Page(HTMLParser):
         found = [value or "" for _, attrs in self.elements for name, value in attrs.items() if name in names]
         styles = [*self.styles, *(attrs.get("style") or "" for _, attrs in self.elements)]
         found += [text for style in styles for text in re.findall(r"url\(.*?\)|@import.*", style)]
-        found += re.findall(r"https?://\S+|//\S+\.\S+", " ".join(self.scripts))
+        # A name has no more than 253 letters: the packed library has // often, and no dot.
+        found += re.findall(r"https?://\S+|//[\w.-]{1,253}\.\S+", " ".join(self.scripts))
         return [url for url in found if not url.startswith("data:image/")]

@@ -86,13 +86,6 @@ def test_float8_keeps_the_sum_and_packs_heads_and_tensor_parallelism_keeps_the_s
     assert more(options, "tp2+sp") == pytest.approx((-1 / 2, (-1 + scales) / 2)), "the stream is split"
 
 
-def test_uncounted_blocks_save_no_more_than_is_known() -> None:
-    assert more({"parallel_blocks": True}) == (0, 0)
-    assert more({"activation": "swiglu"}) == (-3, -6), "fc1 of gates counts as usual"
-    swin = "swin_tiny_patch4_window7_224"
-    assert more({}, model=swin) == (0, -4) and more({}, model=swin, smallest=0) == more({}, "tp3", model=swin) == (0, 0)
-
-
 @pytest.mark.parametrize("options", [{}, SCALED, DROPS, {"dropout": 0.1}, {"qkv_bias": "qv"}, {"qkv_bias": "none"}])
 def test_conditions_are_those_of_the_model(options: dict[str, Any]) -> None:
     config = model_config(BASE, **options)

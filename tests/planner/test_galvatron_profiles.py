@@ -111,25 +111,18 @@ def test_microbatches_below_the_profiled_batch_are_not_free(folder: Path, tmp_pa
     assert price(few, costs, 64).seconds < price(many, costs, 64).seconds
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"computation_profiling_fp32_all.json": {"layertype_0_bsz8_seq257": 1.0}}, "no layertype_0 of 196 tokens"),
-        ({"memory_profiling_fp32_all.json": {}}, "no layertype_0 of 196 tokens"),
-        ({"memory_profiling_fp32_all.json": [1]}, "Input should be a valid dictionary"),
-        ({"computation_profiling_other.json": {}}, "2 files"),
-        ({"p2p_bandwidth_1nodes_8gpus_per_node.json": {"pp_size_2": 0}}, "pp_size_2: Input should be greater"),
-    ],
-)
-def test_invalid_galvatron_profiles_are_refused(
-    folder: Path, tmp_path: Path, change: dict[str, object], words: str
-) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    for name, found in change.items():
-        (tmp_path / name).write_text(json.dumps(found))
-    with pytest.raises(PlannerError, match=words):
-        import_hardware(tmp_path, 1, 8, 10**9)
-        import_model(tmp_path, vit_huge_32(), "fp32")
+def test_invalid_galvatron_profiles_are_refused(folder: Path, tmp_path: Path) -> None:
+    invalid: tuple[tuple[str, object, str], ...] = (
+        ("memory_profiling_fp32_all.json", {}, "no layertype_0 of 196 tokens"),
+        ("computation_profiling_other.json", {}, "2 files"),
+        ("p2p_bandwidth_1nodes_8gpus_per_node.json", {"pp_size_2": 0}, "pp_size_2: Input should be greater"),
+    )
+    for number, (name, found, words) in enumerate(invalid):
+        copied = shutil.copytree(folder, tmp_path / str(number))
+        (copied / name).write_text(json.dumps(found))
+        with pytest.raises(PlannerError, match=words):
+            import_hardware(copied, 1, 8, 10**9)
+            import_model(copied, vit_huge_32(), "fp32")
 
 
 def test_profiles_from_the_command_are_readable_by_search(folder: Path, tmp_path: Path) -> None:
@@ -203,18 +196,13 @@ def test_layer_types_of_a_t5_become_its_encoder_and_decoder(folder: Path, tmp_pa
         assert found[kind, "tp1"].forward.seconds(4) == pytest.approx(4 * milliseconds / 1e3)
         assert found[kind, "tp2"].forward.seconds(4) == pytest.approx(2 * milliseconds / 1e3)
         assert found[kind, "tp1"].saved.of(1) == megabytes * MB
-    hardware = import_hardware(folder, 1, 8, 10**9)
-    space = Space(config, 8, (64,), flags=("ckpt",), tensors=model.tensors, schedules=("1f1b",))
-    best = Search(space, LayerCosts(config, hardware, model)).best(float("inf")).plans[0]
-    assert validate(best.plan, config, 64) == best.plan
     with pytest.raises(PlannerError, match="no layertype_1 of 16 tokens"):
         import_model(tmp_path, model_config("t5_small", tokens=24, decoder_tokens=16), "fp32")
 
 
-@pytest.mark.parametrize("other", ["other", "other_0"])
-def test_profile_of_a_bert_is_read(folder: Path, tmp_path: Path, other: str) -> None:
+def test_profile_of_a_bert_is_read(folder: Path, tmp_path: Path) -> None:
     """The BERT profiles that Galvatron ships have "other_0", and tp8, which does not divide the 12 heads."""
-    write_profile(folder, tmp_path, (128,), other)
+    write_profile(folder, tmp_path, (128,), "other_0")
     model = import_model(tmp_path, model_config("bert_base", tokens=128), "fp32")
     found = {(layer.layer, layer.tensor): layer for layer in model.layers if layer.checkpoint == "none"}
     assert [found[kind, "tp1"].forward.seconds(4) for kind in ("block", "embed", "head")] == [4e-3, 4e-3, 4e-3]

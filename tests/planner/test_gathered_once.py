@@ -33,10 +33,13 @@ def priced(
         return price(plan, LayerCosts(BASE, hardware, model), 512)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("fsdp", "zero1"), [("fsdp8", "dp8+zero1"), ("fsdp8+ckpt", "dp8+zero1+ckpt"), ("tp2xfsdp4+sp", "tp2xdp4+sp+zero1")]
+    ("fsdp", "zero1", "precision", "device"),
+    [
+        ("fsdp8", "dp8+zero1", "fp32", "cpu"),
+        ("fsdp8+ckpt", "dp8+zero1+ckpt", "bf16", "cpu"),
+        ("tp2xfsdp4+sp", "tp2xdp4+sp+zero1", "bf16", "cuda"),
+    ],
 )
 def test_zero1_is_priced_as_fsdp_that_keeps_parameters_until_backward(
     fsdp: str, zero1: str, precision: str, device: str, monkeypatch: pytest.MonkeyPatch
@@ -71,11 +74,11 @@ def test_search_takes_zero1_for_as_many_blocks_as_memory_allows() -> None:
     smallest, blocks = found("44GB", "fsdp")
     assert blocks == [0, 24] and smallest.seconds > fastest.seconds
     most, least = fastest.memory_bytes, smallest.memory_bytes
-    plans = [found(least + share * (most - least)) for share in (1, 0.75, 0.5, 0.25, 0)]
+    plans = [found(least + share * (most - least)) for share in (1, 0.5, 0)]
     kept = [zero1 for _, (zero1, fsdp) in plans if zero1 + fsdp == 24]
-    assert len(kept) == 5 and kept == sorted(kept, reverse=True)
+    assert len(kept) == 3
     # fsdp holds the gathered parameters of two blocks at a time, so two could keep them within its memory, but one
     # strategy for all blocks is preferred.
-    assert kept[0] == 24 and 4 < kept[2] < 20 and kept[-1] == 0
+    assert kept[0] == 24 and 4 < kept[1] < 20 and kept[-1] == 0
     seconds = [plan.seconds for plan, _ in plans]
     assert seconds == sorted(seconds)

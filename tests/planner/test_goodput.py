@@ -128,15 +128,11 @@ def test_steps_wait_for_the_input_of_their_machines(rate: float, devices: int, s
     assert times.condition_words(found) == {"waiting": "50%" if step > 0.5 else "0%"}
 
 
-def test_length_in_steps_assumes_nothing() -> None:
+def test_length_is_that_of_the_recipe_or_of_the_default_epochs() -> None:
     found = times.training_time(priced(1024, 2.0), times.training_length(recipe(train__steps=500)))
     assert (found["steps"], found["images"], found["seconds"], found["assumed"]) == (500, 512_000, 1000.0, "")
-    assert times.training_rows(found, "GPU-hours")[0][1].startswith(
-        "16.7 minutes, 2.22 GPU-hours: 500 steps, 512,000 samples"
-    )
-
-
-def test_recipe_without_length_has_the_default_epochs() -> None:
+    words = times.training_rows(found, "GPU-hours")[0][1]
+    assert words.startswith("16.7 minutes, 2.22 GPU-hours: 500 steps, 512,000 samples")
     length = times.training_length(recipe())
     assert (length.recipe.train.epochs, length.samples) == (300, 1_281_167)
     assert length.assumed == (
@@ -146,16 +142,7 @@ def test_recipe_without_length_has_the_default_epochs() -> None:
     assert "40 epochs of BERT's 6,400,000 sequences are assumed" in of_text.assumed
     assert times.training_length(recipe(task__name="mae", model__name="mae_vit_base")).recipe.train.epochs == 800
 
-
-def test_images_are_those_of_the_data(tmp_path: Path) -> None:
     stream = {"train": "s3/{0..9}.tar", "val": "v.tar", "samples": 50_000, "val_samples": 9, "classes": 10}
     streamed = read_recipe(None, {**{f"stream.{key}": value for key, value in stream.items()}, "train.epochs": 2})
     length = times.training_length(streamed)
     assert (length.samples, length.steps(1000), length.assumed) == (50_000, 100, "")
-
-
-@pytest.mark.parametrize(
-    ("number", "words"), [(0.01234, "0.0123"), (1.2, "1.20"), (99.94, "99.9"), (99.96, "100"), (12_345.6, "12,346")]
-)
-def test_figures_have_three_digits(number: float, words: str) -> None:
-    assert times.figure(number) == words

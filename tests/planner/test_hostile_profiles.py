@@ -33,14 +33,11 @@ HARDWARE = json.loads(find_cluster("2xH100").hardware().model_dump_json(by_alias
     ("change", "message"),
     [
         ({"ranks": 10**9}, "ranks: Input should be less than or equal to 65536"),
-        ({"ranks": 0}, "ranks: Input should be greater than or equal to 1"),
-        ({"speed": 1}, "unknown key 'speed'"),
         ({"format": "vitpar hardware 9"}, "format: Input should be 'vitpar hardware 2'"),
         ({"links": [{"operation": "all_reduce"}]}, "links.0.timings: "),
         ({"pipeline": float("nan")}, "pipeline: Input should be a finite number"),
         ({"overlap": {"compute": 1e300, "communication": 1}}, "overlap.compute: Input should be less than"),
         ({"copy": {"timings": [{"size": 1, "seconds": 1e-320, "spread": 0, "samples": 1}]}}, "copy.timings.0.seconds"),
-        ({"copy": {"timings": []}}, "copy.timings: Tuple should have at least 1 item"),
         ({"x" * 10**6: 1}, "unknown key 'x{198}…'"),
     ],
 )
@@ -81,9 +78,9 @@ inter = { bandwidth = 1e10, latency = 1e-5 }
     ("old", "new", "message"),
     [
         ("nodes = 2", "nodes = 999999999", "nodes: Input should be less than or equal to 65536"),
+        ("nodes = 2", "nodes = 2\nspeed = 1", "is not a valid cluster file, unknown key 'speed'"),
         ("nodes = 2", f"nodes = {'9' * 5_000}", "is not a valid cluster file: Exceeds the limit"),
         ("memory_bandwidth = 1e12", "memory_bandwidth = nan", "memory_bandwidth: Input should be"),
-        ("fp32 = 1e13", "fp32 = 1e300", "matmul.fp32: Input should be"),
         ("latency = 1e-5", "latency = 1e-5, nics_per_node = 0", "inter.nics_per_node: Input should be greater than"),
         ("nodes = 2", "nodes = " + "[" * 100_000, "it is nested too deeply"),
     ],

@@ -1,4 +1,4 @@
-"""Profiles of a model's layers, measured on one device for the shards of every strategy."""
+"""Profiles of a model's layers, measured on one device for the shards of every strategy, and estimates beside them."""
 
 import sys
 from dataclasses import asdict
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import vitpar.planner.measure.clock as timing
 import vitpar.planner.measure.model as profiling
 from helpers.dino_models import dino
 from helpers.mae_models import mae
-from helpers.text_models import bert, t5
+from helpers.text_models import V1_1, TextModel, bert, t5
 from vitpar import Execution
 from vitpar.errors import PlannerError
 from vitpar.models import ModelConfig, ViTConfig, model_config
@@ -83,12 +85,6 @@ def test_profile_covers_the_strategies_that_fit_the_model(profile: ModelProfile)
     assert {checkpoint for _, checkpoint, _ in strategies(tiny(), 2, True)} == {"none", "full"}
 
 
-def test_rows_are_counted_per_tensor_group(profile: ModelProfile) -> None:
-    assert [t.size for t in of(profile, "block", "tp2").forward.timings] == [1, 4]
-    assert [t.size for t in of(profile, "block", "tp2+sp").backward.timings] == [2, 8]
-    assert [t.size for t in of(profile, "block", "tp4+2d", wrapped=True).forward.timings] == [2, 8]
-
-
 def test_saved_memory_follows_the_checkpoint_policy(profile: ModelProfile) -> None:
     config = tiny()
     token_bytes = 4 * config.tokens * config.embed_dim
@@ -150,23 +146,22 @@ def test_estimated_memory_matches_the_measured_bytes(precision: str, monkeypatch
     monkeypatch.setattr(LayerNorm, "forward", torch.nn.LayerNorm.forward)
     config = tiny(embed_dim=64, num_heads=8, mlp_hidden_dim=320, depth=1, image_size=32, channels=3)
     hardware = find_cluster("1x8xH100").hardware()
-    names = ("tp1", "tp4", "tp4+sp", "tp4+2d", "tp8+3d")
-    estimate = estimate_model(config, precision, hardware, names)
-    for tensor in names:
-        for policy, flag in CHECKPOINTS.items():
-            first_rank = built(config, Execution(1, precision), tensor + flag, CPU)
-            with first_rank as model, model.low_precision_params.in_place():
-                for kind in ("embed", "block", "head"):
-                    bench = LayerBench(model, kind)
-                    counted = [bench.memory(n * bench.unit)[0] for n in (2, 4)]
-                    per_row = (counted[1] - counted[0]) / 2 / bench.unit
-                    guessed = of(estimate, kind, tensor, policy, wrapped=True).saved.per_row
-                    few = 16 * config.tokens * 4
-                    assert abs(guessed - per_row) <= max(0.06 * per_row, few), (tensor, policy, kind)
+    cases = [("tp1", "none"), ("tp1", "selective"), ("tp1", "full"), ("tp4", "none"), ("tp4+sp", "full")]
+    cases += [("tp4+2d", "selective"), ("tp4+2d", "none"), ("tp8+3d", "none")]
+    estimate = estimate_model(config, precision, hardware, tuple(dict.fromkeys(tensor for tensor, _ in cases)))
+    for tensor, policy in cases:
+        first_rank = built(config, Execution(1, precision), tensor + CHECKPOINTS[policy], CPU)
+        with first_rank as model, model.low_precision_params.in_place():
+            for kind in ("embed", "block", "head"):
+                bench = LayerBench(model, kind)
+                counted = [bench.memory(n * bench.unit)[0] for n in (2, 4)]
+                per_row = (counted[1] - counted[0]) / 2 / bench.unit
+                guessed = of(estimate, kind, tensor, policy, wrapped=True).saved.per_row
+                few = 16 * config.tokens * 4
+                assert abs(guessed - per_row) <= max(0.06 * per_row, few), (tensor, policy, kind)
 
 
-@pytest.mark.parametrize("config", [mae(), bert(), t5(), dino()], ids=lambda config: config.FAMILY)
-@pytest.mark.parametrize("mesh", ["dp1", "fsdp2xtp2", "tp2+sp"])
+@pytest.mark.parametrize(("config", "mesh"), [(mae(), "dp1"), (bert(), "fsdp2xtp2"), (t5(), "tp2+sp"), (dino(), "dp1")])
 def test_layers_of_models_without_classes_are_measured(config: ModelConfig, mesh: str) -> None:
     """The head runs with the loss of tokens or patches, of which a rank may have a part."""
     with built(config, Execution(1), mesh, CPU) as model:
@@ -199,7 +194,7 @@ def test_every_number_of_rows_is_measured_compiled(monkeypatch: pytest.MonkeyPat
 
 
 def test_profile_uses_the_attention_of_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "MOST_ROWS", 1)
+    hurry(monkeypatch, rows=1)
     clock = Clock(CPU, Neighbours(0, 1, None), 0.001)
     flash: list[bool] = []
     try:
@@ -211,3 +206,33 @@ def test_profile_uses_the_attention_of_the_recipe(monkeypatch: pytest.MonkeyPatc
             flash.clear()
     finally:
         use_attention(None)
+
+
+WIDE = {"embed_dim": 192, "mlp_hidden_dim": 768, "vocab_size": 3000, "tokens": 128, "depth": 1, "num_heads": 3}
+CASES: dict[str, TextModel] = {
+    "bert": bert(**WIDE),
+    "t5": t5(**WIDE, head_dim=64, decoder_tokens=96),
+    "t5 v1.1": t5(**WIDE, **V1_1, head_dim=96, decoder_tokens=96),
+}
+
+
+@pytest.mark.parametrize("tensor", ["tp1", "tp3", "tp3+sp"])
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_kept_for_backward_are_those_of_a_step(case: str, tensor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates are for GPUs, where RMSNorm keeps its input: on CPUs torch keeps the normalised input too."""
+
+    def from_input(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+        result = checkpoint(F.rms_norm, x, norm.normalized_shape, norm.weight, norm.eps, use_reentrant=False)
+        assert isinstance(result, Tensor)
+        return result
+
+    monkeypatch.setattr(nn.RMSNorm, "forward", from_input)
+    config = CASES[case]
+    profile = estimate_model(config, "fp32", find_cluster("8xH100").hardware(), (tensor,))
+    with built(config, Execution(1), tensor, torch.device("cpu")) as model:
+        # The decoder's embedding is overestimated: no product keeps what its norm gives.
+        for kind in config.kinds.keys() - {"dec_embed"}:
+            bench = LayerBench(model, kind)
+            once, twice = (bench.memory(rows * bench.unit)[0] for rows in (2, 4))
+            (saved,) = {p.saved.per_row for p in profile.layers if (p.layer, p.checkpoint) == (kind, "none")}
+            assert saved == pytest.approx((twice - once) / 2 / bench.unit, rel=0.2), kind

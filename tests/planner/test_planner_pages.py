@@ -17,11 +17,6 @@ from vitpar.planner.search.space import Space
 pytestmark = pytest.mark.slow
 PLOTS = "[...document.querySelectorAll('.plot')]"
 FIRST = "document.querySelector('.plot')"
-TIMELINE = f"{PLOTS}.find(plot => plot.id.startsWith('chart-Timeline'))"
-WIDEST = (
-    f"[...{TIMELINE}.querySelectorAll('.point path')].map(bar => bar.getBoundingClientRect())"
-    ".sort((one, two) => two.width - one.width)[0]"
-)
 OPEN = f"{PLOTS}.filter(plot => plot.querySelector('.main-svg'))"
 OVERLAPS = f"""{OPEN}.flatMap(plot => ['.xtick text', '.ytick text'].flatMap(kind => {{
   const boxes = [...plot.querySelectorAll(kind)].map(text => text.getBoundingClientRect()).filter(box => box.width);
@@ -88,28 +83,6 @@ def test_the_pointer_shows_a_plan_and_buttons_hide_families(
     assert tab.run(marks) == len(listed(found)) - pipelines > 0 and pipelines
     tab.press("chart-Samples/s by memory-0/bands")
     assert tab.run(bars) == 0 and tab.complaints == []
-
-
-def test_zoom_is_that_of_one_chart_until_it_is_reset(found: dict[str, Any], chrome: Browser, tmp_path: Path) -> None:
-    tab = shown(chrome, page(found, costs_of(), 2), tmp_path)
-    ranges = f"{OPEN}.map(plot => plot._fullLayout.xaxis.range)"
-    before = tab.run(ranges)
-    left, top, width, height = tab.box(TIMELINE)
-    words = tab.hovered(*tab.run(f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])({WIDEST})"))
-    assert any("of micro-batch" in one for one in words)
-    y = top + 0.1 * height
-    tab.drag((left + 0.25 * width, y), (left + 0.75 * width, y))
-    tab.wait(f"{TIMELINE}._fullLayout.xaxis.range[0] > 0")
-    low, high = tab.run(f"{TIMELINE}._fullLayout.xaxis.range")
-    seconds = before[2][1]
-    assert [low, high] == pytest.approx([0.25 * seconds, 0.75 * seconds], rel=0.02)
-    after = tab.run(ranges)
-    assert after[:2] == before[:2] and after[3:] == before[3:]
-    tab.press("theme-dark")
-    assert tab.run(f"{TIMELINE}._fullLayout.xaxis.range") == [low, high]
-    tab.page.mouse.dblclick(left + 0.5 * width, y)
-    tab.wait(f"{TIMELINE}._fullLayout.xaxis.range[0] === 0")
-    assert tab.run(ranges) == before
 
 
 def test_scaling_shows_plans_under_the_pointer(found: dict[str, Any], chrome: Browser, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from helpers.html_pages import Page, charts_of
 from helpers.planner_reports import CONFIG, ORIGIN, costs_of
 from vitpar.planner.cost.layer import LayerCosts
-from vitpar.planner.cost.memory import PARTS
 from vitpar.planner.cost.price import Price, price
 from vitpar.planner.profile.curves import Curve
 from vitpar.planner.profile.profiles import LayerProfile
@@ -22,8 +21,7 @@ from vitpar.planner.report.timeline import SENDS, messages, timeline
 from vitpar.planner.report.uncertainty import BANDS, VITPAR, band_source, uncertainty
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.space import Space
-from vitpar.runs.pages.figures import COLOURS
-from vitpar.runs.pages.maps import placement, rank_grid
+from vitpar.runs.pages.maps import rank_grid
 from vitpar.strategy import parse, validate
 
 
@@ -119,8 +117,6 @@ def test_rank_grid_places_every_rank() -> None:
     assert words == (
         "pp 0 0 dp 0 tp 0 1 dp 0 tp 1 2 dp 1 tp 0 3 dp 1 tp 1 pp 1 4 dp 0 tp 0 5 dp 0 tp 1 6 dp 1 tp 0 7 dp 1 tp 1"
     )
-    alike = text_of(rank_grid(validate(parse("pp1: 0=dp8+ckpt, *=dp8"), CONFIG, 64)))
-    assert alike.count("dp 7") == 1, "one grid for strategies that place ranks alike"
     mixed = text_of(rank_grid(validate(parse("pp1: 0=tp2xdp4, *=dp8"), CONFIG, 64)))
     assert mixed.startswith("Layers under tp2xdp4 0 tp 0 dp 0") and "Layers under dp8 0 dp 0" in mixed
     large = text_of(rank_grid(validate(parse("dp64xtp2"), CONFIG, 128)))
@@ -188,23 +184,3 @@ def test_messages_leave_after_an_action_and_arrive_before_the_next() -> None:
         number = int(message.words.rpartition(" ")[2])
         assert any(start >= message.arrived for start in starts[message.target, number])
     assert messages(priced("dp8", costs_of())) == ()
-
-
-def test_maps_are_left_out_where_the_plan_says_it_all() -> None:
-    assert placement(validate(parse("dp8+zero2"), CONFIG, 64), CONFIG) == ""
-    assert text_of(placement(validate(parse("dp2xtp2"), CONFIG, 64), CONFIG)).startswith("Ranks on each axis 0 dp 0 tp")
-    mixed = text_of(placement(validate(parse("pp1: 0=dp8+ckpt, *=dp8"), CONFIG, 64), CONFIG))
-    assert mixed.startswith("Layers and ranks ranks layers strategy") and "Ranks on each" not in mixed
-
-
-SHARED = {frozenset(("gather", "gathered")), frozenset(("backward", "input gradients"))}
-"""Pairs of names with the same meaning, which share a colour."""
-
-
-def test_each_colour_has_one_meaning() -> None:
-    meanings: defaultdict[str, set[str]] = defaultdict(set)
-    for name, colour in COLOURS.items():
-        meanings[colour].add(name)
-    shared = {frozenset(names) for names in meanings.values() if len(names) > 1}
-    assert shared == SHARED
-    assert set(priced("dp8", costs_of()).time) <= set(COLOURS) and set(PARTS) <= set(COLOURS)

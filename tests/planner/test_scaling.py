@@ -29,8 +29,8 @@ def costs(ranks: int) -> LayerCosts:
     return LayerCosts(CONFIG, hardware, estimate_model(CONFIG, "bf16", hardware, tensors(CONFIG, ranks)))
 
 
-def points(regime: Regime, memory: float = 40e9) -> list[dict[str, Any]]:
-    places = [{"ranks": ranks, "batch_size": images(regime, 512, ranks, 8)} for ranks in (1, 2, 4, 8)]
+def points(regime: Regime, numbers: tuple[int, ...] = (1, 2, 8), memory: float = 40e9) -> list[dict[str, Any]]:
+    places = [{"ranks": ranks, "batch_size": images(regime, 512, ranks, 8)} for ranks in numbers]
     spaces = [Space(CONFIG, place["ranks"], (place["batch_size"],), "bf16") for place in places]
     searches = [Search(space, costs(space.ranks)) for space in spaces]
     return with_efficiency([best_row(place, one, memory) for place, one in zip(places, searches, strict=True)])
@@ -38,11 +38,11 @@ def points(regime: Regime, memory: float = 40e9) -> list[dict[str, Any]]:
 
 def test_speed_grows_under_weak_and_strong_scaling() -> None:
     weak, strong = points("weak"), points("strong")
-    assert [point["batch_size"] for point in weak] == [64, 128, 256, 512]
-    assert [point["batch_size"] for point in strong] == [512] * 4
+    assert [point["batch_size"] for point in weak] == [64, 128, 512]
+    assert [point["batch_size"] for point in strong] == [512] * 3
     for found in (weak, strong):
         speeds = [point["images_per_second"] for point in found]
-        assert len(speeds) == 4 and speeds == sorted(speeds)
+        assert len(speeds) == 3 and speeds == sorted(speeds)
         assert all(plan_of(point).world_size == point["ranks"] for point in found)
     assert all(0 <= point["at_most_better_by"] < 0.05 for point in weak)
     assert strong[0]["efficiency"] == 1.0 and strong[-1]["efficiency"] < 1.0
@@ -50,9 +50,9 @@ def test_speed_grows_under_weak_and_strong_scaling() -> None:
 
 
 def test_device_counts_without_a_fitting_plan_have_no_point() -> None:
-    found = points("strong", memory=0.25e9)
+    found = points("strong", (1, 8), memory=0.25e9)
     assert "plan" not in found[0] and "plan" in found[-1]
-    assert found[0]["efficiency"] is None and 1.0 in [point["efficiency"] for point in found]
+    assert [point["efficiency"] for point in found] == [None, 1.0]
 
 
 def test_scaling_command_prints_tables_and_writes_a_report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

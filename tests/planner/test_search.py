@@ -16,7 +16,7 @@ from vitpar.planner.profile.profiles import Overlap
 from vitpar.planner.search.best import Search
 from vitpar.planner.search.reasons import reasons
 from vitpar.planner.search.space import Space
-from vitpar.strategy import Plan, validate
+from vitpar.strategy import Plan, parse, validate
 from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.strategy.support import refuse_clashes
 
@@ -109,10 +109,17 @@ def test_search_is_as_fast_as_exhaustive_enumeration(
     assert result.plans[0].memory_bytes <= budget
 
 
-@pytest.mark.parametrize("width", [64, 1024])  # activations dominate at 64, parameters and gradients at 1024
-@pytest.mark.parametrize("slower", [1.3, 3.0])
-@pytest.mark.parametrize("cpu", [False, True])
-@pytest.mark.parametrize("flag", ["zero1", "zero2", "ckpt"])
+@pytest.mark.parametrize(
+    ("flag", "cpu", "slower", "width"),  # activations dominate at 64, parameters and gradients at 1024
+    [
+        ("zero1", False, 1.3, 64),
+        ("zero1", True, 3.0, 1024),
+        ("zero2", False, 3.0, 1024),
+        ("zero2", True, 1.3, 64),
+        ("ckpt", True, 1.3, 1024),
+        ("ckpt", False, 3.0, 64),
+    ],
+)
 def test_bounds_of_uniform_plans_do_not_exceed_their_prices(flag: str, cpu: bool, slower: float, width: int) -> None:
     """A bound that exceeds a price could hide the best plan."""
     overlap = Overlap(compute=slower, communication=slower)
@@ -123,8 +130,8 @@ def test_bounds_of_uniform_plans_do_not_exceed_their_prices(flag: str, cpu: bool
 
 def test_found_plans_are_accepted_by_the_runtime() -> None:
     """Every found plan passes validation and survives a JSON round trip."""
-    costs = costs_of(cluster(2, 4), 8, 64)
-    space = Space(costs.config, 8, (16, 32))
+    costs = costs_of(cluster(2, 2), 6, 64)
+    space = Space(costs.config, 4, (16, 32))
     search = Search(space, costs)
     largest = search.best(float("inf")).plans[0]
     found: set[Plan] = set()
@@ -146,8 +153,6 @@ def test_smaller_memory_budget_is_never_faster() -> None:
 
 
 def step(costs: LayerCosts, plan: str, batch_size: int, **fields: object) -> Price:
-    from vitpar.strategy import parse
-
     return price(validate(replace(parse(plan), **fields), costs.config, batch_size), costs, batch_size)
 
 
@@ -169,31 +174,24 @@ def test_larger_models_and_batches_never_cost_less(mesh: str) -> None:
         assert other.seconds >= base.seconds
         assert other.memory_bytes > base.memory_bytes
     assert deeper.seconds > base.seconds
-    slower = step(costs_of(cluster(1, 4, wire=1e9), 4, 64), mesh, 16)
-    assert slower.seconds >= step(costs_of(cluster(1, 4), 4, 64), mesh, 16).seconds
+    slower = step(costs_of(cluster(1, 4, wire=1e9, overlap=drawn.overlap), 4, 64), mesh, 16)
+    assert slower.seconds >= base.seconds
 
 
-ZERO_BUBBLE = tuple((mesh, "zbvzerobubble") for mesh in ("pp2xdp2", "pp2xtp2", "pp2xfsdp2"))
-
-
-@pytest.mark.parametrize("mesh, schedule", [*((mesh, "1f1b") for mesh in (*MESHES, "pp2xfsdp2")), *ZERO_BUBBLE])
-def test_time_breakdown_adds_up_to_the_step(mesh: str, schedule: str) -> None:
-    virtual = 2 if schedule == "zbvzerobubble" else 1
-    found = step(costs_of(cluster(1, 4), 4, 64), mesh, 16, schedule=schedule, virtual_stages=virtual)
-    assert sum(found.time.values()) == pytest.approx(found.seconds)
-    assert all(part >= -1e-12 * found.seconds for part in found.time.values()), found.time
-
-
-def test_reason_says_that_an_obvious_plan_is_outside_the_space() -> None:
-    costs = costs_of(cluster(1, 4), 4, 64)
-    search = Search(Space(costs.config, 4, (16,), roles=("tp",)), costs)
-    best = search.best(float("inf")).plans[0]
-    found = {reason.plan: reason.why for reason in reasons(search, best, float("inf"))}
-    assert "more samples/s, but outside the searched space" in found["dp4"]
+def test_time_breakdown_adds_up_to_the_step() -> None:
+    costs, zero_bubble = costs_of(cluster(1, 4), 4, 64), {"schedule": "zbvzerobubble", "virtual_stages": 2}
+    found = [step(costs, mesh, 16) for mesh in (*MESHES, "pp2xfsdp2")]
+    found += [step(costs, mesh, 16, **zero_bubble) for mesh in ("pp2xdp2", "pp2xtp2", "pp2xfsdp2")]
+    for one in found:
+        assert sum(one.time.values()) == pytest.approx(one.seconds), str(one.plan)
+        assert all(part >= -1e-12 * one.seconds for part in one.time.values()), (str(one.plan), one.time)
 
 
 def test_listed_plans_are_sorted_and_include_the_obvious_ones() -> None:
     costs = costs_of(cluster(1, 4), 4, 64)
+    narrow = Search(Space(costs.config, 4, (16,), roles=("tp",)), costs)
+    why = {one.plan: one.why for one in reasons(narrow, narrow.best(float("inf")).plans[0], float("inf"))}
+    assert "more samples/s, but outside the searched space" in why["dp4"]
     search = Search(Space(costs.config, 4, (16,)), costs)
     result = search.best(float("inf"))
     obvious = [reason.price for reason in reasons(search, result.plans[0], float("inf")) if reason.price]

@@ -91,14 +91,14 @@ def _bounds_hold(searching: Search, prices: list[Price]) -> None:
                 assert least_seconds(outline, options, sections, machine, steps=steps) <= found.seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_bounds_do_not_exceed_the_prices_of_random_plans(ranks: int) -> None:
+def test_bounds_do_not_exceed_the_prices_of_random_plans() -> None:
     """An outline's bounds hold for plans with any mix of strategies and any split."""
+    ranks = 8
     costs = estimated_costs(model_config("swin_tiny_patch4_window7_224"), "8xH100", "bf16", ranks=ranks)
     space, draw = Space(costs.config, ranks, (64,), precision="bf16", compiled=True), random.Random(ranks)
     pipelines = [pipeline for pipeline in space.pipelines() if pipeline.virtual_stages == 1]
     found: list[Price] = []
-    while len(found) < 150:
+    while len(found) < 80:
         pipeline = draw.choice(pipelines)
         strategies = [s for s in space.strategies(ranks // pipeline.pipeline_degree) if space.allows(pipeline, s)]
         split = draw.choice(list(splits(12, pipeline.num_stages)))
@@ -147,7 +147,7 @@ def check(number: int) -> None:
     "numbers",
     [
         range(1),
-        pytest.param(range(1, 6), marks=pytest.mark.slow),
+        pytest.param(range(1, 3), marks=pytest.mark.slow),
         *(pytest.param(range(n, n + 10), marks=pytest.mark.soak) for n in range(0, 200, 10)),
     ],
     ids=lambda numbers: f"{numbers.start} to {numbers.stop - 1}",

@@ -84,25 +84,16 @@ def test_search_mixes_strategies_where_embed_and_head_share_a_matrix(
     assert best.images_per_second > 1.01 * uniform.images_per_second
 
 
-def test_shared_parameters_count_once() -> None:
-    assert WIDE.parameters == Separate(**asdict(WIDE)).parameters - 4096 * 192
-    config = Relative()
-    assert config.parameters == sum(layer.numel for layer in config.layers.values()) - 3 * 4 * 23
-
-
-@pytest.mark.parametrize(
-    ("config", "mesh", "more", "words"),
-    [
-        (Tied(), "pp2", {}, "stages 0 and 1 all-reduce the gradients of their copies, once a step"),
-        (Tied(), "pp2", ZBV, "each layer has a copy, with the sum of their gradients"),
-        (Relative(), "pp2", {}, "every rank has all of it; all ranks all-reduce its gradients, once a step"),
-    ],
-)
-def test_summary_says_how_gradients_of_shared_parameters_are_added(
-    config: vitpar.ModelConfig, mesh: str, more: dict[str, object], words: str
-) -> None:
-    summary = summarize(config, validate(replace(parse(mesh), **more), config, 16), 16, "fp32", 16)
-    assert [(one["owner"], tuple(one["copies"]), one["communication"]) for one in summary["shared"]] == [
-        (owner, names[1:], words) for owner, names in config.holders.items()
+def test_summary_says_how_gradients_of_shared_parameters_are_added() -> None:
+    shared: list[tuple[vitpar.ModelConfig, dict[str, object], str]] = [
+        (Tied(), {}, "stages 0 and 1 all-reduce the gradients of their copies, once a step"),
+        (Tied(), ZBV, "each layer has a copy, with the sum of their gradients"),
+        (Relative(), {}, "every rank has all of it; all ranks all-reduce its gradients, once a step"),
     ]
-    assert summary["parameters"] == config.parameters
+    for config, more, words in shared:
+        summary = summarize(config, validate(replace(parse("pp2"), **more), config, 16), 16, "fp32", 16)
+        assert [(one["owner"], tuple(one["copies"]), one["communication"]) for one in summary["shared"]] == [
+            (owner, names[1:], words) for owner, names in config.holders.items()
+        ]
+        assert summary["parameters"] == config.parameters
+    assert WIDE.parameters == Separate(**asdict(WIDE)).parameters - 4096 * 192

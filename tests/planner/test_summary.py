@@ -1,5 +1,6 @@
-"""Plan summaries, compared with numbers by hand and with the parameters that `parallelize` builds."""
+"""Plan summaries, which `vitpar plan` prints, compared with numbers by hand and with the parameters of ranks."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -90,76 +91,95 @@ def test_summary_lists_redistributions_between_layers(
     assert summary["travel"] == ([0.25] if strategy.startswith("pp2") else [])
 
 
+def axis_words(strategy: str, axis: str, layer: str = "blocks.0", **fields: Any) -> str:
+    """Return the description of the communication along one axis of a layer's strategy."""
+    parts = summary_of(strategy, **fields)["strategies"]
+    axes = next(part["axes"] for part in parts if layer in part["layers"])
+    return next(one["communication"] for one in axes if one["axis"] == axis)
+
+
+ONCE, BOTH, SCATTER = "once a step", "in forward and in backward of every micro-batch", "reduce-scatter gradients"
+SENT: list[tuple[str, str, dict[str, Any], str]] = [
+    ("dp4", "dp", {"microbatches": 2}, f"all-reduce gradients, {ONCE}"),
+    ("dp4+zero1", "dp", {"microbatches": 2}, f"all-gather parameters and {SCATTER}, {ONCE}"),
+    ("pp2xdp2+zero2", "dp", {"microbatches": 4}, f"{ONCE}; {SCATTER}, for every"),
+    ("fsdp4", "fsdp", {"microbatches": 2}, f"{BOTH}; {SCATTER}, {ONCE}"),
+    ("dp2xfsdp2", "dp", {"microbatches": 1}, f"all-reduce the shards of gradients, {ONCE}"),
+    ("pp2xfsdp2", "fsdp", {"microbatches": 4}, f"parameters and {SCATTER}, {ONCE}"),
+    ("tp4+2d", "i", {"microbatches": 2}, f"batch; all-gather parameters layer by layer, {BOTH}"),
+    ("tp8+2.5d", "d", {}, f"split the batch; all-reduce the shards of gradients, {ONCE}"),
+    ("fsdp2xtp4+2d", "i", {}, "split the batch; communicate in one group with fsdp"),
+]
+"""tests/parallel/test_collectives.py and test_priced_bytes.py count what ranks send."""
+IN_A_BLOCK: list[tuple[str, str, list[int]]] = [
+    ("tp4", "tp", [2, 2]),
+    ("tp4+sp", "tp", [2, 2, 4, 2]),
+    ("tp4+2d", "j", [4, 4, 4, 2, 4]),
+    ("tp8+3d", "j", [2, 2, 4, 2]),
+    ("tp8+3d", "k", [2, 4, 2, 4, 2, 2]),
+]
+"""Numbers of collectives. tests/strategy/test_traffic.py compares the table with what a block sends."""
+
+
+def test_communication_of_each_axis_is_described() -> None:
+    for strategy, axis, fields, words in SENT:
+        assert words in axis_words(strategy, axis, **fields), strategy
+    for strategy, axis, numbers in IN_A_BLOCK:
+        assert [int(number) for number in re.findall(r"\b\d\b", axis_words(strategy, axis))] == numbers, strategy
+    assert "forward 1 all-reduce, backward 1 all-gather, for" in axis_words("pp1: head=tp4, *=dp4", "tp", "head")
+    assert axis_words("pp1: embed=tp4, *=dp4", "tp", "embed") == "compute the same on all ranks; send nothing"
+    fields = {"schedule": "interleaved1f1b", "microbatches": 4}
+    assert ONCE in axis_words("pp2xfsdp2", "fsdp", virtual_stages=3, **fields).partition(";")[0]
+    # More stages than fit are gathered again.
+    assert "3 of a rank's stages at a time" in axis_words("pp2xfsdp2", "fsdp", virtual_stages=4, **fields)
+
+
 UNEVEN = model_config(
     "vit_nano_patch4_16", num_classes=10, qk_norm=True, layer_scale=0.1, num_reg_tokens=3, distillation=True
 )
-INTERLEAVED = {"schedule": "interleaved1f1b", "virtual_stages": 2}
-V_SHAPED = {"schedule": "zbvzerobubble", "virtual_stages": 2}
-BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    4: [
-        ("pp1: embed=fsdp4, 0-3=tp2xfsdp2, *=dp4+ckpt", {}),
-        ("pp2: embed=dp2+zero1, 0-2=tp2+sp, *=fsdp2", V_SHAPED),
-        ("tp4+2d", {}),
-        ("tp2xfsdp2+sp", {}),
-        ("dp4+zero1", {}),
-        ("dp2xfsdp2", {}),
-        ("fsdp4+offload", {}),
-    ],
-    8: [
-        ("tp8+2.5d", {}),
-        ("tp8+3d", {}),
-        ("fsdp8", {}),  # 10 classes: the last ranks get no rows
-        ("fsdp2xtp4+2d", {}),
-        ("dp2xtp4+2d+zero1", {}),
-        ("pp2xtp2xfsdp2", INTERLEAVED),
-        ("fsdp2xpp2xtp2", {}),
-        ("pp1: 0=tp8+3d, 1-2=tp4xfsdp2+2d, 3=tp2xfsdp4+sp, *=dp2xfsdp4", {}),
-    ],
-}
-
-
 SWIN = model_config(
     "swin_custom",
     **{"patch_size": 2, "image_size": 16, "window_size": 2, "embed_dim": 24, "depths": (2, 1, 1)},
     **{"num_heads": (4, 12, 12), "mlp_ratio": 2.5, "num_classes": 7},
 )
-SWIN_BY_RANKS: dict[int, list[tuple[str, dict[str, Any]]]] = {
-    4: [
-        ("pp1: stage1=fsdp4, stage3=tp4+sp, *=tp2xfsdp2", {}),
-        ("pp2: stage1=dp2+zero1, 2=tp2+sp, *=fsdp2", {"split": (3, 1)}),
-        ("pp2xtp2", V_SHAPED),
-        ("tp4", {}),
-        ("tp4+2d", {}),
-        ("tp2xfsdp2+sp", {}),
-        ("fsdp4", {}),
-    ],
-    8: [("tp8+2.5d", {}), ("tp8+3d", {}), ("fsdp8", {}), ("fsdp2xtp4+2d", {}), ("pp2xtp2xfsdp2", {})],
-}
+V_SHAPED = {"schedule": "zbvzerobubble", "virtual_stages": 2}
+Asked = tuple[ModelConfig, str, dict[str, Any]]
+FOUR: list[Asked] = [
+    (UNEVEN, "pp1: embed=fsdp4, 0-3=tp2xfsdp2, *=dp4+ckpt", {}),
+    (UNEVEN, "pp2: embed=dp2+zero1, 0-2=tp2+sp, *=fsdp2", V_SHAPED),
+    (UNEVEN, "tp2xfsdp2+sp", {}),
+    (UNEVEN, "dp4+zero1", {}),
+    (UNEVEN, "fsdp4+offload", {}),
+    (SWIN, "pp1: stage1=fsdp4, stage3=tp4+sp, *=tp2xfsdp2", {}),
+    (SWIN, "pp2: stage1=dp2+zero1, 2=tp2+sp, *=fsdp2", {"split": (3, 1)}),
+    (SWIN, "tp4+2d", {}),
+]
+EIGHT: list[Asked] = [
+    (UNEVEN, "tp8+2.5d", {}),
+    (UNEVEN, "fsdp8", {}),  # 10 classes: the last ranks get no rows
+    (UNEVEN, "dp2xtp4+2d+zero1", {}),
+    (UNEVEN, "pp1: 0=tp8+3d, 1-2=tp4xfsdp2+2d, 3=tp2xfsdp4+sp, *=dp2xfsdp4", {}),
+    (SWIN, "pp2xtp2xfsdp2", {"schedule": "interleaved1f1b", "virtual_stages": 2}),
+]
 
 
-def held_by_layer(device: torch.device, config: ModelConfig, plans: list[Plan]) -> list[dict[str, int]]:
+def held_by_layer(device: torch.device, plans: list[tuple[ModelConfig, Plan]]) -> list[dict[str, int]]:
     """Return, for every plan, this rank's number of parameter elements by layer; runs on every rank."""
     found = []
-    for plan in plans:
+    for config, plan in plans:
         model = parallelize(config, plan, Execution(32), device)
         layers = {name: layer for stage in model.stages.values() for name, layer in stage.layers().items()}
         found.append({name: sum(to_local(p).numel() for p in layer.parameters()) for name, layer in layers.items()})
     return found
 
 
-@pytest.mark.parametrize("size", BY_RANKS)
-@pytest.mark.parametrize(("config", "by_ranks"), [(UNEVEN, BY_RANKS), (SWIN, SWIN_BY_RANKS)], ids=["vit", "swin"])
-def test_ranks_hold_the_predicted_number_of_parameters(
-    config: ModelConfig,
-    by_ranks: dict[int, list[tuple[str, dict[str, Any]]]],
-    size: int,
-    ranks: Callable[[int], RankPool],
-) -> None:
+@pytest.mark.parametrize("asked", [FOUR, pytest.param(EIGHT, marks=pytest.mark.slow)], ids=["4", "8"])
+def test_ranks_hold_the_predicted_number_of_parameters(asked: list[Asked], ranks: Callable[[int], RankPool]) -> None:
     """Memory predictions rest on this count, which must be exact for every rank and layer."""
-    plans = [planned(strategy, config, 32, **fields) for strategy, fields in by_ranks[size]]
-    kept = ranks(size).run(held_by_layer, config, plans)
-    for number, plan in enumerate(plans):
-        assert plan.world_size == size
+    plans = [(config, planned(strategy, config, 32, **fields)) for config, strategy, fields in asked]
+    (size,) = {plan.world_size for _, plan in plans}
+    kept = ranks(size).run(held_by_layer, plans)
+    for number, (config, plan) in enumerate(plans):
         for rank in range(size):
             assert kept[rank][number] == rank_parameters(config, plan, rank), f"rank {rank} of '{plan}'"
         for part in summarize(config, plan, 32, "fp32", bytes_per_parameter=16)["pipeline"]:

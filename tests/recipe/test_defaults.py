@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from vitpar.data.transforms.policies import parse_policy
 from vitpar.errors import ModelError, RecipeError
 from vitpar.intervals import Interval
-from vitpar.recipe import DEFAULT_RECIPE, Recipe, read_recipe
+from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.defaults import MAX_LR, ROWS, default_model, recipe_for, row_for, with_defaults
 from vitpar.recipe.reference import find, settings
 from vitpar.tasks.data import transforms
@@ -38,8 +38,7 @@ def test_rows_are_in_order_and_have_sources() -> None:
     ]
 
 
-@pytest.mark.parametrize("model", ["vit_tiny_patch4_32", "vit_large_patch16_224"])
-@pytest.mark.parametrize("source", [HERE, STREAM], ids=["data", "stream"])
+@pytest.mark.parametrize(("model", "source"), [("vit_tiny_patch4_32", HERE), ("vit_large_patch16_224", STREAM)])
 def test_every_row_gives_a_complete_recipe(model: str, source: dict[str, Any], tmp_path: Path) -> None:
     for samples in SIZES:
         recipe = recipe_for(samples, {**source, "model.name": model})
@@ -73,13 +72,8 @@ def test_learning_rate_scales_with_the_batch() -> None:
         (256, {}, 5e-4),
         (64, {}, 2.5e-4),
         (16_384, {}, MAX_LR),
-        (256, {"optimizer.name": "muon"}, 5e-4),
         (512, {"optimizer.name": "lamb"}, 1.5e-3),
-        (256, {"optimizer.name": "adam"}, 5e-4),
-        (256, {"optimizer.name": "sgd"}, 1e-3),  # these keep fixed defaults
-        (256, {"optimizer.name": "lion"}, 1e-4),
-        (256, {"optimizer.name": "lars"}, 1e-3),
-        (256, {"optimizer.name": "adafactor"}, 1e-2),
+        (256, {"optimizer.name": "lion"}, 1e-4),  # keeps its fixed default
         (256, {"optimizer.lr": 0.7}, 0.7),
     ):
         recipe = recipe_for(1_000_000, {**HERE, "train.batch_size": batch, **options})
@@ -87,37 +81,20 @@ def test_learning_rate_scales_with_the_batch() -> None:
 
 
 def test_warmup_is_a_fraction_of_the_run() -> None:
-    schedule = recipe_for(50_000, HERE).lr_schedule
-    assert str(schedule.warmup) == "10 epochs"
+    assert str(recipe_for(50_000, HERE).lr_schedule.warmup) == "10 epochs"
     assert recipe_for(50_000, {**HERE, "train.epochs": 20}).lr_schedule.warmup == Interval(2, "epochs")
     short = recipe_for(50_000, {**HERE, "train.steps": 100})
     assert short.lr_schedule.warmup == Interval(10)
     assert (short.train.steps, short.train.epochs) == (100, None)
     long = recipe_for(50_000, {**HERE, "train.steps": 100_000})
     assert long.lr_schedule.warmup == Interval(round(10 * 50_000 / 128))
-    assert recipe_for(50_000, {**HERE, "lr_schedule.warmup": 7}).lr_schedule.model_dump() == {
-        **schedule.model_dump(),
-        "warmup": "7 steps",
-    }
 
 
 def test_given_settings_override_the_defaults_one_by_one() -> None:
-    given = [
-        *("augment.mixup=0.0", "model.drop_path=0.0", "train.label_smoothing=0.0", "augment.repeats=1"),
-        *("data.crop_scale=[0.5, 1.0]", "optimizer.weight_decay=0.3", "train.clip_grad_norm=0"),
-    ]
+    given = ["augment.mixup=0.0", "data.crop_scale=[0.5, 1.0]", "train.clip_grad_norm=0"]
     recipe = recipe_for(50_000, {**HERE, "model.name": "vit_tiny_patch4_32"}, given)
-    assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (0, 1, 1)
-    assert (recipe.model.drop_path, recipe.train.label_smoothing, recipe.train.clip_grad_norm) == (0, 0, 0)
-    assert (recipe.data.crop_scale, recipe.data.crop_pct, recipe.optimizer.weight_decay) == ((0.5, 1.0), 1.0, 0.3)
-
-
-def test_small_images_get_a_mild_crop() -> None:
-    small, large = (
-        recipe_for(50_000, {**HERE, "model.name": name}).data for name in ("vit_tiny_patch4_32", "vit_tiny_patch16_224")
-    )
-    assert (small.crop_scale, small.crop_pct) == ((0.8, 1.0), 1.0)
-    assert (large.crop_scale, large.crop_pct) == ((0.08, 1.0), 0.875)
+    assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.train.clip_grad_norm) == (0, 1, 0)
+    assert (recipe.data.crop_scale, recipe.data.crop_pct) == ((0.5, 1.0), 1.0)
     padded = recipe_for(50_000, {**HERE, "model.name": "vit_tiny_patch4_32", "data.crop_padding": 4}).data
     assert padded.model_fields_set == {"path", "crop_padding", "crop_pct"}, "no range of areas with padding"
 
@@ -132,22 +109,11 @@ def test_stream_defaults_leave_out_unsupported_augmentation() -> None:
         recipe_for(50_000, {**STREAM, "augment.mixup": 0.5})
 
 
-def test_contradictions_and_unknown_models_are_refused() -> None:
-    with pytest.raises(RecipeError, match=r"lr_schedule.min_lr 0.0009 is above optimizer.lr 0.000125"):
-        recipe_for(1_000_000, {**HERE, "lr_schedule.min_lr": 9e-4, "train.batch_size": 16})
-    with pytest.raises(ModelError, match="unknown model"):
-        recipe_for(100, {**HERE, "model.name": "resnet"})
-
-
 def test_small_images_and_small_sets_get_a_small_model() -> None:
     chosen = {
         (1_437, 8): "vit_tiny_patch2_8",
-        (3_000, 32): "vit_tiny_patch4_32",
-        (60_000, 28): "vit_tiny_patch4_28",
         (100_000, 64): "vit_tiny_patch8_64",
         (5_000, 97): "vit_tiny_patch8_96",
-        (5_000, 129): "vit_tiny_patch16_224",
-        (1_281_167, 32): "vit_small_patch4_32",
         (1_281_167, 375): "vit_small_patch16_224",
         (50_000, None): "vit_tiny_patch16_224",
     }
@@ -158,18 +124,13 @@ def test_small_images_and_small_sets_get_a_small_model() -> None:
     for mesh, size in {"pp2xtp2xdp": "small", "tp3": "tiny", "tp4": "base", "tp8xdp2": "large", "auto": "tiny"}.items():
         assert recipe_for(3_000, {**HERE, "parallel.mesh": mesh}, side=32).model.name == f"vit_{size}_patch4_32"
     assert recipe_for(3_000, HERE, ["model.image_size=224"], side=32).model.name == "vit_tiny_patch16_224"
-    assert recipe_for(3_000, HERE, ["model.depth=3"], side=32).config(10).parameters < 2_000_000
-    assert recipe_for(3_000, {**HERE, "model.name": "vit_base_patch16_224"}, side=32).model.name.startswith("vit_base")
+    with pytest.raises(ModelError, match="unknown model"):
+        recipe_for(100, {**HERE, "model.name": "resnet"})
 
 
 def test_tasks_of_text_have_the_settings_of_their_publications() -> None:
     bert = recipe_for(2_560, {**HERE, "task.name": "mlm", "train.batch_size": 256})
-    assert (bert.model.name, bert.train.epochs, bert.optimizer.lr, bert.optimizer.weight_decay) == (
-        "bert_base",
-        40,
-        1e-4,
-        0.01,
-    )
+    assert (bert.model.name, bert.train.epochs, bert.optimizer.lr) == ("bert_base", 40, 1e-4)
     assert (bert.lr_schedule.shape, bert.learning_rate(2_560).warmup_steps, bert.augment.policy) == ("linear", 4, None)
     t5 = recipe_for(2_560, {**HERE, "task.name": "span"})
     assert (t5.model.name, t5.train.epochs, t5.optimizer.name, t5.optimizer.lr) == ("t5_small", 64, "adafactor", 1e-2)
@@ -177,31 +138,18 @@ def test_tasks_of_text_have_the_settings_of_their_publications() -> None:
     assert (own.optimizer.lr, own.train.steps, own.train.epochs) == (1e-3, 9, None)
 
 
-def test_every_setting_has_a_description() -> None:
+def test_types_and_defaults_are_spelled_out() -> None:
+    expected = {
+        "model.pool": ('"cls", "avg" or "map"', "unset"),
+        "optimizer.betas": ("2 numbers", "[0.9, 0.999]"),
+        "augment.color_jitter": ("number or 3 numbers", "0.0"),
+        "data.flip": ("number from 0 to 1", "0.5"),
+    }
+    assert {key: (one.kind, one.default) for key in expected for one in find(key)} == expected
     every = {one.key: one for one in settings()}
-    values = read_recipe(DEFAULT_RECIPE).model_dump()
-    assert set(every) >= {f"{section}.{name}" for section, found in values.items() for name in found}
     assert len(every) == sum(len(field.annotation.model_fields) for field in Recipe.model_fields.values())  # type: ignore
     for one in every.values():
         assert one.effect.endswith(".") and one.kind and one.default, one.key
-
-
-def test_types_and_defaults_are_spelled_out() -> None:
-    expected = {
-        "train.batch_size": ("integer from 1", "128"),
-        "model.pool": ('"cls", "avg" or "map"', "unset"),
-        "optimizer.betas": ("2 numbers", "[0.9, 0.999]"),
-        "loss_scale.max_scale": ("number above 0", "16777216.0"),
-        "augment.color_jitter": ("number or 3 numbers", "0.0"),
-        "parallel.fallback_meshes": ("list of strings, 32 at most", "[]"),
-        "data.flip": ("number from 0 to 1", "0.5"),
-        "stream.train": ("string or list of strings", "unset"),
-        "checkpoint.first": ("true or false", "false"),
-    }
-    assert {key: (one.kind, one.default) for key in expected for one in find(key)} == expected
-
-
-def test_find_accepts_sections_and_bare_names() -> None:
     assert [one.key for one in find("microbatches")] == ["parallel.microbatches"]
     assert {one.key.partition(".")[0] for one in find("train")} == {"train"}  # not stream.train
     with pytest.raises(

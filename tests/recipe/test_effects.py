@@ -10,7 +10,7 @@ from vitpar.errors import RecipeError
 from vitpar.models.description import layer_of
 from vitpar.recipe import Recipe, read_recipe
 from vitpar.recipe.effects import COMMANDS, NEEDS, without_idle
-from vitpar.recipe.machine import automatic_precision, replace_auto_precision
+from vitpar.recipe.machine import replace_auto_precision
 from vitpar.strategy import parse
 from vitpar.training.optim.state_memory import state_bytes, state_words
 
@@ -46,8 +46,6 @@ REFUSED = [
     (["task.name=mae", "distill.teacher=runs/x"], r"^distill\.teacher is 'runs/x', but task 'mae' has no classes"),
     (["optimizer.name=lamb", "optimizer.implementation=fused"], r"'fused', which lamb does not support: use auto"),
     (["optimizer.name=sgd", "optimizer.implementation=triton"], r"'triton', which sgd does not support: use auto"),
-    (["optimizer.name=muon", "optimizer.ns_steps=0"], r"recipe key 'optimizer\.ns_steps' is 0"),
-    (["optimizer.name=rprop"], r"recipe key 'optimizer\.name' is 'rprop'"),
 ]
 
 
@@ -108,11 +106,6 @@ def test_freeze_names_layers_and_parameters_of_the_model() -> None:
         ("0-9", "train.freeze: '0-9' names block 9, but vit_nano_patch4_32 has 8 blocks, 0 to 7: change it"),
         ("embed, *, head", "train.freeze 'embed, *, head' freezes all layers: leave out one, such as head"),
         (
-            "*.norm7.*",
-            "train.freeze: '*.norm7.*' matches no parameter of vit_nano_patch4_32: use a pattern such as "
-            "*.bias or blocks.0.*",
-        ),
-        (
             "0, !1.*",
             "train.freeze: '1.*' matches no parameter of vit_nano_patch4_32: use a pattern such as *.bias or "
             "blocks.0.*",
@@ -128,33 +121,10 @@ def read(*assignments: str) -> Recipe:
     return read_recipe(None, {"data.path": "x", "train.steps": 1}, assignments)
 
 
-def test_defaults_depend_on_the_optimizer(tmp_path: Path) -> None:
-    names = "muon", "lars", "lamb", "sgd", "lion", "adam", "adafactor"
-    muon, lars, lamb, sgd, lion, adam, adafactor = (read(f"optimizer.name={name}").optimizer for name in names)
-    assert (muon.momentum, muon.nesterov, muon.ns_steps, muon.adjust_lr_fn) == (0.95, True, 5, "match_rms_adamw")
-    assert (lars.momentum, lars.nesterov, lars.trust_coefficient) == (0.9, False, 0.001)
-    assert (lamb.betas, lamb.eps) == ((0.9, 0.999), 1e-6)
-    assert (sgd.momentum, sgd.nesterov) == (0.0, False)
-    assert (lion.lr, lion.betas, lion.weight_decay) == (1e-4, (0.9, 0.99), 0.05)
-    assert (adam.lr, adam.betas, adam.weight_decay) == (1e-3, (0.9, 0.999), 0.0)
-    assert (adafactor.lr, adafactor.weight_decay) == (1e-2, 0.0)
-    given = read("optimizer.name=muon", "optimizer.momentum=0.5", "optimizer.nesterov=false").optimizer
-    assert (given.momentum, given.nesterov) == (0.5, False)
-    file = tmp_path / "recipe.toml"
-    for name in (*names, "adamw"):
-        file.write_text((recipe := read(f"optimizer.name={name}")).to_toml())
-        assert read_recipe(file) == recipe
-        assert ("momentum" in file.read_text()) == (name in ("sgd", "lars", "muon"))
-    assert read_recipe(file, {}, ["optimizer.name=muon"]).optimizer.momentum == 0.95
-
-
 def test_state_bytes_and_description_per_optimizer() -> None:
     for name, momentum, numbers, state in (
         ("adamw", None, 4, ", adamw state"),
-        ("adam", None, 4, ", adam state"),
         ("lion", None, 3, ", lion state"),
-        ("lamb", None, 4, ", lamb state"),
-        ("lars", None, 3, ", lars state"),
         ("lars", 0.0, 2, ""),
         ("muon", None, 4, ", muon state (at most)"),
     ):
@@ -180,17 +150,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "name"),
-    [([(8, 0)], "bf16"), ([(9, 0)] * 8, "bf16"), ([(12, 0)], "bf16"), ([(7, 5)], "fp32"), ([(8, 0), (7, 0)], "fp32")],
-)
-def test_auto_precision_is_bf16_only_on_gpus_that_compute_in_it(
-    gpus: list[tuple[int, int]], capabilities: list[tuple[int, int]], name: str
-) -> None:
-    gpus += capabilities
-    found = replace_auto_precision(recipe(), "cuda")
-    assert (found.train.precision, found.train.steps) == (name, 1)
-    assert replace_auto_precision(found, "cpu") is found
+def test_auto_precision_is_bf16_only_on_gpus_that_compute_in_it(gpus: list[tuple[int, int]]) -> None:
+    for capabilities, name in (([(9, 0)] * 8, "bf16"), ([(7, 5)], "fp32"), ([(8, 0), (7, 0)], "fp32")):
+        gpus[:] = capabilities
+        found = replace_auto_precision(recipe(), "cuda")
+        assert found.train.precision == name and replace_auto_precision(found, "cpu") is found
     assert replace_auto_precision(recipe(precision="fp16"), "cuda").train.precision == "fp16"
     assert replace_auto_precision(recipe(), "cpu").train.precision == "fp32"
 
@@ -203,8 +167,3 @@ def test_type_of_sums_is_refused_before_and_after_precision_is_known(gpus: list[
         replace_auto_precision(reduced, "cpu")
     with pytest.raises(RecipeError, match=r"train.precision 'auto' does not support"):
         read_recipe(None, {"data.path": "x", "train.steps": 1}, ["train.reduce_dtype=fp16"])
-
-
-def test_planning_uses_the_profiled_precision() -> None:
-    rows = {(None, "cuda"): "fp32", ("bf16", "cuda"): "bf16", ("fp32", "cuda"): "fp32", ("bf16", "cpu"): "fp32"}
-    assert {given: automatic_precision(*given) for given in rows} == rows

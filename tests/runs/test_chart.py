@@ -1,5 +1,6 @@
-"""Charts: their data, lines that coincide, marks, colours, words."""
+"""Charts: their data, lines that coincide, marks; thinning keeps spikes and breaks lines at gaps."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,21 @@ import numpy as np
 import pytest
 
 from helpers.run_folders import event, start, train_row, write_run
-from vitpar.runs.charts import MOST_MARKS, Chart, Line, charts, data_of, figure, marks_of, numbers
+from vitpar.runs.charts import (
+    MOST_MARKS,
+    Chart,
+    Line,
+    charts,
+    data_of,
+    drawn_rows,
+    figure,
+    marks_of,
+    numbers,
+    shared_steps,
+    smoothed,
+)
 from vitpar.runs.folder import RunRecord
+from vitpar.runs.metrics import Column
 from vitpar.runs.pages.plotly import Charts
 
 
@@ -35,14 +49,6 @@ def test_lines_have_their_values_on_every_axis() -> None:
     for other in (drawn(line(0, [1.0] * 9, evaluated=True)), drawn(line(0, [1.0] * 9), smooth=False)):
         assert other["lines"][0]["smooth"] == {}
     assert numbers(np.array([1 / 3, np.nan, -np.inf, 2.0**53, 1e-30])) == [0.333333, None, None, 2**53, 1e-30]
-
-
-def test_axes_are_logarithmic_for_a_large_range() -> None:
-    values = np.geomspace(0.1, 1000, 50)
-    for given, log, expected in ((values, True, True), (values, False, False), (np.linspace(1, 2), True, False)):
-        assert drawn(line(0, list(given)), log=log)["log"] is expected
-    found = drawn(line(0, list(values - 1)), log=True)
-    assert not found["log"] and not found["positive"], "negative values have no logarithm"
 
 
 def test_long_lines_of_a_chart_keep_the_same_steps() -> None:
@@ -97,3 +103,49 @@ def test_charts_are_those_of_recorded_metrics(tmp_path: Path) -> None:
     assert found["chart-Image size-0"]["whole"] and found["chart-Image size-0"]["lines"][0]["y"][-1] == 128
     (training,) = found["chart-Top-1-0"]["lines"]
     assert training["name"] == "training" and training["y"][0] == 50 and len(html) == len(found) == 10
+
+
+def thinned(x: Column, y: Column, columns: int = 400) -> tuple[list[float], list[int]]:
+    """Return the values of a line that are drawn, and the places of those before which it is interrupted."""
+    rows, breaks = drawn_rows(x, y, shared_steps([(x, y)], columns), columns)
+    return y[rows].tolist(), breaks.tolist()
+
+
+def test_every_spike_stays() -> None:
+    draw = np.random.default_rng(0)
+    x, y = np.arange(100_000.0), draw.normal(size=100_000)
+    spikes = {12_345: 1e6, 12_346: -1e6, 99_999: 50.0, 0: -77.0}
+    for index, value in spikes.items():
+        y[index] = value
+    kept = shared_steps([(x, y)], 400)
+    assert len(kept) <= 802 and set(spikes) <= set(kept.tolist())
+    edges = np.linspace(0, x[-1], 401)
+    edges[-1] += 1  # the last part includes its end
+    for low, high in itertools.pairwise(edges):
+        inside, those = y[(x >= low) & (x < high)], y[kept.astype(int)][(kept >= low) & (kept < high)]
+        assert (those.min(), those.max()) == (inside.min(), inside.max())
+    assert thinned(x, y)[1] == []
+
+
+def test_missing_values_and_gaps_interrupt_a_line() -> None:
+    for bad in (np.nan, np.inf, -np.inf):
+        y = np.arange(6.0)
+        y[3] = bad
+        assert thinned(np.arange(6.0), y) == ([0, 1, 2, 4, 5], [3])
+    x = np.array([1, 2, 3, 4, 60, 61, 62.0])
+    assert thinned(x, x)[1] == [4] and thinned(50 * x[:4], x[:4])[1] == []
+    long = np.concatenate([np.arange(40_000.0), np.arange(60_000.0, 100_000.0)])
+    values, breaks = thinned(long, long)
+    assert len(breaks) == 1 and values[breaks[0] - 1 : breaks[0] + 1] == [39_999, 60_000]
+    x = np.arange(100_000.0)
+    values, breaks = thinned(x, np.where((x < 30_000) | (x > 50_000), x % 7, np.nan))
+    assert len(breaks) == 1, "a long piece without values is a gap"
+    values, breaks = thinned(x, np.where(x % 2 == 0, x, np.nan))
+    assert len(values) <= 802 and breaks == [], "many missing values do not make many pieces"
+
+
+def test_smoothing_is_the_mean_of_a_centred_window() -> None:
+    y = np.array([1.0, 5.0, 3.0, np.nan, 8.0, 2.0])
+    found = smoothed(y, 0.5)  # a window of 3 rows
+    np.testing.assert_allclose(found, [3.0, 3.0, 4.0, np.nan, 5.0, 5.0])
+    np.testing.assert_array_equal(smoothed(y, 0.01), y)

@@ -1,13 +1,17 @@
-"""Metrics of a run, read back: gaps, numbers that are not finite, damaged lines, resumed runs."""
+"""Metrics of a run, read back; its events; summaries of the runs in a folder."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from helpers.run_folders import eval_row, train_row
-from vitpar.runs import metrics
-from vitpar.runs.metrics import read_metrics
+from helpers.run_folders import eval_row, event, start, train_row, write_run
+from vitpar.errors import DataError
+from vitpar.runs.folder import runs_in, summary
+from vitpar.runs.metrics import events_of, read_metrics
 
 
 def written(path: Path, *lines: object) -> Path:
@@ -59,15 +63,6 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found.train["step"], [1, 2])
 
 
-def test_a_last_line_without_an_end_is_read_if_it_is_complete(tmp_path: Path) -> None:
-    path = written(tmp_path / "m", train_row(1))
-    path.write_text(path.read_text() + json.dumps(train_row(2)))
-    assert read_metrics(path).steps == 2
-    path.write_text(path.read_text()[:-9])
-    found = read_metrics(path)
-    assert (found.steps, found.damaged) == (1, 1)
-
-
 def test_of_repeated_steps_the_last_row_counts(tmp_path: Path) -> None:
     rows = [train_row(1), train_row(2, loss=9.0), train_row(3), train_row(2, loss=1.0)]
     found = read_metrics(written(tmp_path / "m", *rows))
@@ -84,17 +79,63 @@ def test_hours_add_up_the_steps(tmp_path: Path) -> None:
     assert np.isnan(without.train["hours"]).all() and np.isnan(without.eval["hours"]).all()
 
 
-def test_positions_between_rows_are_interpolated(tmp_path: Path) -> None:
-    found = read_metrics(written(tmp_path / "m", train_row(1), train_row(3)))
-    np.testing.assert_allclose(found.at("samples", np.array([0.0, 2.0, 3.0])), [0, 256, 384])
-    late = read_metrics(written(tmp_path / "n", train_row(101), train_row(103)))
-    np.testing.assert_allclose(late.at("samples", np.array([100.0])), [128 * 101]), "nothing is known before"
+def test_summaries_have_the_newest_numbers(tmp_path: Path) -> None:
+    rows = [train_row(1, images_per_second=1.0)]
+    rows += [train_row(step, images_per_second=100.0 * (1 + step % 2)) for step in range(2, 502)]
+    rows += [eval_row(500, loss=0.5, top1=0.25), '{"kind": "train", "st']
+    write_run(tmp_path / "mine", rows, events=[start("tp2", 900), event("warning", text="the learning rate is large")])
+    found = summary(*runs_in(tmp_path))
+    assert found.pop("metric")["name"] == "top1" and found.pop("age_seconds") < 60
+    assert found.pop("images_per_second") == pytest.approx(400 / 3, rel=0.01), "of the newest rows, harmonic"
+    about = {"name": "mine", "state": "failed", "plan": "tp2", "note": "it ended without a message: was it killed?"}
+    assert found == about | {
+        "model": "vit_custom",
+        "data": "data_shards/digits",
+        "steps": 501,
+        "total_steps": 900,
+        "loss": 0.5,
+        "value": 0.25,
+    }
 
 
-def test_a_run_without_rows_has_empty_columns(tmp_path: Path) -> None:
-    for content in ("", "\n\n", "nonsense\n"):
-        (tmp_path / "m").write_text(content)
-        found = read_metrics(tmp_path / "m")
-        columns = (*found.train.values(), *found.eval.values())
-        assert found.steps == 0 and all(len(column) == 0 for column in columns)
-        assert set(found.train) == {*metrics.TRAIN, "hours"} and set(found.eval) == {*metrics.EVAL, "samples", "hours"}
+def test_only_runs_are_listed_the_newest_first(tmp_path: Path) -> None:
+    for name, age in (("old", 3), ("new", 1), ("bad", 4), ("middle", 2)):
+        run = write_run(tmp_path / name, [train_row(1, loss=2.0), train_row(2, loss=None)])
+        if name == "bad":  # its metrics cannot be read
+            (run / "metrics.jsonl").write_text("version https://git-lfs.github.com/spec/v1\n")
+        os.utime(run / "log.txt", (time.time() - age * 3600,) * 2)
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "log.txt").write_text("")
+    empty, new, *others = runs_in(tmp_path)
+    assert [run.name for run in (empty, new, *others)] == ["empty", "new", "middle", "old", "bad"]
+    assert (empty.plan_words, empty.metrics.steps, empty.loss) == ("?", 0, None)
+    assert 3500 < new.age_seconds < 3700 and new.state == "complete"
+    assert (new.loss, new.last("top1")) == (2.0, None), "without an evaluation the loss is that of training"
+    assert others[-1].state == "failed"
+    assert others[-1].note.startswith("cannot read") and "git-lfs" in others[-1].note
+    assert [run.name for run in runs_in(tmp_path / "old")] == ["old"]
+    with pytest.raises(DataError, match=r"there is no folder '.*gone': name one"):
+        runs_in(tmp_path / "gone")
+
+
+def test_a_resumed_run_has_the_end_and_warnings_of_its_last_part() -> None:
+    rows = [start("dp2", 60), event("save", 20), event("warning", text="old"), event("error", text="diverged")]
+    failed = events_of(rows)
+    assert (failed.end, failed.words, failed.saves, failed.warning) == ("error", "diverged", [20], "old")
+    again = [start("tp2", 60, 20, "parallel.mesh was dp2 and is tp2"), event("warning", text="slow"), event("save", 60)]
+    found = events_of([*rows, *again, event("stopped", text="stopped by SIGTERM")])
+    assert (found.end, found.words, found.saves) == ("stopped", "stopped by SIGTERM", [20, 60])
+    assert found.warning == "slow"
+    assert [(one.plan, one.step, one.changed) for one in found.starts] == [
+        ("dp2", 0, ""),
+        ("tp2", 20, "parallel.mesh was dp2 and is tp2"),
+    ]
+
+
+def test_rows_of_strangers_are_left_out() -> None:
+    odd = [{"event": "start", "plan": 3}, {"event": ["done"]}, {"event": "save", "step": "x"}, {"event": "other"}]
+    odd.append(start("dp2", 60) | {"parameters": 10**400})
+    found = events_of(odd)
+    assert (found.starts, found.saves, found.end) == ([], [], "")

@@ -8,7 +8,7 @@ from PIL import Image
 
 from helpers.html_pages import Page
 from vitpar.data.images import BadImage
-from vitpar.runs.predictions import MOST_CLASSES, SIDE, ClassResult, PredictedImages, drawn_samples, sheet, thumbnail
+from vitpar.runs.predictions import ClassResult, PredictedImages, drawn_samples, sheet
 
 LABELS = [0, 0, 0, 1, 1, 2]
 PREDICTED = [0, 1, 1, 1, 2, 2]
@@ -70,25 +70,3 @@ def test_names_of_classes_are_escaped_and_no_mistake_is_said() -> None:
     assert not page.all("script") and page.text.count(hostile) >= 5
     words = Page(sheet(found_with([0, 1], [0, 1], [1.0, 1.0], ("a", "b")), lambda _: encoded(), 1, "")).text
     assert "No prediction is wrong." in words and "Most confident mistakes" not in words
-
-
-def test_of_many_classes_the_most_confused_are_shown() -> None:
-    labels = np.repeat(np.arange(300), 2).tolist()
-    predicted = list(labels)
-    for number in (7, 250):
-        predicted[2 * number] = predicted[2 * number + 1] = 299
-    names = tuple(f"class {number}" for number in range(300))
-    html = sheet(found_with(labels, predicted, [0.5] * 600, names), lambda _: encoded(), 1, "")
-    page = Page(html)
-    assert f"The {MOST_CLASSES} classes with the most errors of 300 are shown." in page.text
-    matrix = html.partition('class="confusion"')[2].partition("</table>")[0]
-    assert "class 7<" in matrix and "class 250<" in matrix and "class 299<" in matrix
-    assert matrix.count("<tr>") == 1 + MOST_CLASSES and "280 classes more" in page.text
-
-
-def test_thumbnails_are_small() -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (700, 900, 3), dtype=np.uint8)
-    html = thumbnail(noise)
-    assert html.startswith('<img src="data:image/jpeg;base64,') and len(html) < 12 * SIDE**2 / 8
-    small = thumbnail(noise[:4, :4])
-    assert "class=tiny" in small and "image/png" in small

@@ -59,7 +59,6 @@ def test_names_are_told_from_paths() -> None:
         "hf:a/b/c",
         "hf:../b",
         "hf:a/b@",
-        "hf:a/..",
         "hf:a b/c",
         "hf:a/b\n",
         "hf:a/b@../x",
@@ -103,44 +102,32 @@ def test_weights_are_found_offline(hub: Hub, tmp_path: Path, monkeypatch: pytest
         fetch(named("hf:owner/tiny"))
 
 
-@pytest.mark.parametrize(
-    ("refused", "message"),
-    [
-        ((404, "RepoNotFound"), "there is no hf:owner/tiny on the hub, or you may not read it"),
-        ((401, "RepoNotFound"), "there is no hf:owner/tiny on the hub, or you may not read it"),
-        ((403, "GatedRepo"), "hf:owner/tiny is gated: accept its conditions on its page, and log in"),
-        ((404, "RevisionNotFound"), "hf:owner/tiny has no revision 'main'"),
-        ((500, "Broken"), "hf:owner/tiny was not downloaded before and the hub cannot be reached"),
-    ],
-)
-def test_refusals_of_the_hub_are_one_sentence(refused: tuple[int, str], message: str, hub: Hub) -> None:
-    hub.refused["owner/tiny"] = refused
-    text = "hf:owner/tiny@main" if refused[1] == "RevisionNotFound" else "hf:owner/tiny"
-    with pytest.raises(DataError, match=message) as found:
-        fetch(named(text))
-    assert "\n" not in str(found.value)
+REFUSALS = [
+    ((404, "RepoNotFound"), "there is no hf:owner/tiny on the hub, or you may not read it"),
+    ((403, "GatedRepo"), "hf:owner/tiny is gated: accept its conditions on its page, and log in"),
+    ((404, "RevisionNotFound"), "hf:owner/tiny has no revision 'main'"),
+    ((500, "Broken"), "hf:owner/tiny was not downloaded before and the hub cannot be reached"),
+]
+UNUSUAL = [
+    ({"pytorch_model.bin": PICKLE}, r"has neither .* \(it has pytorch_model.bin\): use another revision"),
+    ({"config.json": CONFIG}, r"\(it has no weights\)"),
+    ({"model.safetensors.index.json": b'{"weight_map": {"a": "../b"}}'}, "is not a file in its folder"),
+    ({"model.safetensors.index.json": b'{"weight_map": {"a": "b.bin"}}', "b.bin": b""}, "lacks b.bin, which its"),
+    ({"model.safetensors.index.json": b'{"weight_map": {"a": "c*"}}', "c*": b""}, r"lacks c\*, which its index"),
+]
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"pytorch_model.bin": PICKLE}, r"has neither .* \(it has pytorch_model.bin\): use another revision"),
-        ({"config.json": CONFIG}, r"\(it has no weights\)"),
-        ({"model.safetensors.index.json": b'{"weight_map": {"a": "../b"}}'}, "is not a file in its folder"),
-        (
-            {"model.safetensors.index.json": b'{"weight_map": {"a": "b.bin"}}', "b.bin": b""},
-            "lacks b.bin, which its",
-        ),
-        (
-            {"model.safetensors.index.json": b'{"weight_map": {"a": "c*"}}', "c*": b""},
-            r"lacks c\*, which its index",
-        ),
-    ],
-)
-def test_unusual_repositories_are_refused(files: dict[str, bytes], message: str, hub: Hub) -> None:
-    hub.repos["owner/odd"] = files
-    with pytest.raises(DataError, match=message):
-        fetch(named("hf:owner/odd"))
+def test_refusals_of_the_hub_and_unusual_repositories_are_one_sentence(hub: Hub) -> None:
+    for refused, message in REFUSALS:
+        hub.refused["owner/tiny"] = refused
+        text = "hf:owner/tiny@main" if refused[1] == "RevisionNotFound" else "hf:owner/tiny"
+        with pytest.raises(DataError, match=message) as found:
+            fetch(named(text))
+        assert "\n" not in str(found.value)
+    for number, (files, message) in enumerate(UNUSUAL):
+        hub.repos[f"owner/odd{number}"] = files
+        with pytest.raises(DataError, match=message):
+            fetch(named(f"hf:owner/odd{number}"))
     large = {"pytorch_model.bin", "b.bin", "c*"}
     assert not any(path.rpartition("/")[2] in large for path in hub.requests if path.startswith("GET"))
 
@@ -153,17 +140,11 @@ OUT = "../../../../out"
     ("headers", "moved", "entry", "commit"),
     [
         ({"ETag": f'"{OUT}"'}, None, {}, COMMIT),
-        ({"ETag": "/{place}/out"}, None, {}, COMMIT),
         ({"X-Linked-ETag": f'"{OUT}"', "X-Linked-Size": "1"}, "/moved", {}, COMMIT),
         ({"X-Repo-Commit": OUT}, "{url}/moved", {}, COMMIT),
         ({"Content-Disposition": f'attachment; filename="{OUT}"'}, None, {}, COMMIT),
         ({}, "file://{place}", {}, COMMIT),
-        (
-            {},
-            None,
-            {"oid": OUT, "xetHash": OUT, "lfs": {"oid": OUT, "sha256": OUT, "size": 1, "pointerSize": 1}},
-            COMMIT,
-        ),
+        ({}, None, {"oid": OUT, "lfs": {"oid": OUT, "sha256": OUT, "size": 1, "pointerSize": 1}}, COMMIT),
         ({}, None, {}, OUT),
         ({}, None, {}, "/{place}/out"),
         ({}, None, {}, None),

@@ -121,11 +121,6 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
     ("change", "options", "message"),
     [
         (without("blocks.1.norm1.bias"), {}, r"it lacks blocks\.1\.norm1\.bias: use"),
-        (
-            lambda state: [state.pop(n) for n in [*state] if "blocks.1.mlp" in n],
-            {},
-            r"blocks\.1\.mlp\.fc2\.w.* and 1 more",
-        ),
         (put("blocks.0.mlp.gate.weight", torch.ones(3)), {}, r"has blocks\.0\.mlp\.gate\.weight, which"),
         (put("head_dist.weight", torch.ones(CLASSES, WIDTH)), {}, r"the model has no head\.fc_dist\.weight: use"),
         (put("blocks.1.attn.qkv.weight", torch.ones(24, 24)), {}, r"has shape \[24, 24\] but the model has \[72, 24\]"),
@@ -150,28 +145,15 @@ def test_weights_that_do_not_fit_are_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
 
 
-def test_a_text_file_is_no_weights_file(tmp_path: Path) -> None:
-    (tmp_path / "README.md").write_text("# Weights\nGLOBAL facts about them\n")
-    with pytest.raises(
-        DataError, match=r"README.md' is not a weights file: name one that ends in .safetensors, .pth, .pt"
-    ):
-        import_weights(tmp_path / "README.md", tmp_path / "here")
-
-
 def test_class_names_come_from_the_config(tmp_path: Path) -> None:
     names = [f"kind {number}" for number in range(CLASSES)]
     saved(tmp_path / "timm", timm_state(), TIMM_CONFIG | {"label_names": names})
     table = {str(number): name for number, name in reversed(list(enumerate(names)))}
     saved(tmp_path / "transformers", as_transformers(timm_state()), transformers_config("vit") | {"id2label": table})
-    saved(tmp_path / "other", timm_state(), TIMM_CONFIG | {"label_names": names[1:]})
     saved(tmp_path / "odd", timm_state(), TIMM_CONFIG | {"label_names": [1] * CLASSES})
     nameless = {"id2label": {str(number): f"LABEL_{number}" for number in range(CLASSES)}}
     saved(tmp_path / "nameless", as_transformers(timm_state()), transformers_config("vit") | nameless)
-    expected_names: dict[str, Any] = {
-        "timm": names,
-        "transformers": names,
-        **dict.fromkeys(("other", "odd", "nameless")),
-    }
+    expected_names: dict[str, Any] = {"timm": names, "transformers": names, "odd": None, "nameless": None}
     for source, expected in expected_names.items():
         import_weights(tmp_path / source, tmp_path / f"{source} imported")
         found = read_class_names(tmp_path / f"{source} imported", CLASSES)
@@ -180,17 +162,14 @@ def test_class_names_come_from_the_config(tmp_path: Path) -> None:
     assert read_class_names(tmp_path / "fewer", 3) is None
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"num_attention_heads": 5}, "5 heads do not divide embed_dim 24"),
-        ({"num_attention_heads": 10**12}, "heads of vit_custom is 1000000000000: it must be from 1 to 131,072"),
-    ],
-)
-def test_config_of_an_unsupported_model_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    source = saved(tmp_path / "there", as_transformers(timm_state()), transformers_config(**changed))
-    with pytest.raises(DataError, match=message):
-        import_weights(source, tmp_path / "here")
+def test_config_of_an_unsupported_model_is_refused(tmp_path: Path) -> None:
+    for heads, message in (
+        (5, "5 heads do not divide embed_dim 24"),
+        (10**12, "heads of vit_custom is 1000000000000: it must be from 1 to 131,072"),
+    ):
+        config = transformers_config(num_attention_heads=heads)
+        with pytest.raises(DataError, match=message):
+            import_weights(saved(tmp_path / str(heads), as_transformers(timm_state()), config), tmp_path / "here")
 
 
 SIDES = {"height": 224, "width": 224}
@@ -207,24 +186,11 @@ SIDES = {"height": 224, "width": 224}
             "",
         ),
         (transformers_config(), {"do_normalize": False}, (0.0, 1.0, "squash", "bilinear"), ""),
-        (transformers_config(), {"size": SIDES, "resample": 0}, (0.5, 1.0, "squash", "nearest"), ""),
         (
             transformers_config(),
             {"size": {"shortest_edge": 240}, "do_center_crop": True, "crop_size": SIDES, "resample": 1},
             (0.5, 224 / 240, "center", "lanczos"),
             "",
-        ),
-        (
-            transformers_config(),
-            {"size": {"height": 256, "width": 256}, "do_center_crop": True, "crop_size": 224, "resample": 3},
-            (0.5, 0.875, "squash", "bicubic"),
-            "",
-        ),
-        (
-            transformers_config(),
-            {"resample": 9},
-            (0.5, 1.0, "squash", "bicubic"),
-            "has resample 9: recipe.toml resizes",
         ),
         (
             TIMM_CONFIG | {"pretrained_cfg": {"mean": [0.3, 0.3, 0.3], "crop_pct": 0.9, "crop_mode": "border"}},
@@ -290,11 +256,9 @@ FILES: dict[str, tuple[Callable[[State], Any], str]] = {
         "names are read after 'teacher.backbone.'",
     ),
     "Lightning": (lambda s: {"state_dict": behind("model.", s), "epoch": 1}, "names are read after 'model.'"),
-    "visual": (lambda s: {**behind("visual.", body(s)), "text.weight": torch.zeros(3)}, "text.weight left out"),
     "encoder": (lambda s: {"model": behind("encoder.", body(s))}, "names are read after 'encoder.'"),
     "MAE": (lambda s: {"model": {**body(s), **DECODER}}, "the decoder is dropped"),
     "AveragedModel": (lambda s: {**behind("module.", s), "n_averaged": torch.tensor(3)}, ""),
-    "profiled": (lambda s: {**s, "total_ops": torch.zeros(1), "blocks.0.attn.total_params": torch.zeros(1)}, ""),
 }
 
 
@@ -344,8 +308,6 @@ def test_local_weights_bring_their_recipe_and_are_exported(place: Path, vitpar: 
     assert recipe.optimizer.lr == 1e-4 and recipe.model.weights == "here" and recipe.data.mean == (0.5, 0.5, 0.5)
     again = vitpar("train", "--weights", "run/weights", "--data", "data", "--mesh", "dp2", "--run-dir", "again")
     assert again.returncode == 0, again.stderr
-    done = vitpar("train", "--weights", "gone", "--data", "data")
-    assert done.returncode == 2 and "--weights 'gone' does not exist: name a folder of weights" in done.stderr
     done = vitpar("checkpoint", "export", "run/weights", "--format", "timm", "--out", "theirs")
     assert done.returncode == 0 and done.stdout == "run/weights written to theirs: 1 file\n", done.stderr
     ours, theirs = (
@@ -353,9 +315,3 @@ def test_local_weights_bring_their_recipe_and_are_exported(place: Path, vitpar: 
         load_file(place / "theirs/model.safetensors"),
     )
     assert torch.equal(ours, theirs["head.bias"])
-    for words, sentence in (
-        (("--format", "vitpar"), "holds weights of vitpar already: name a library with --format"),
-        (("--format", "timm", "--no-averages"), "--no-averages has no effect: 'here' has one set of parameters"),
-    ):
-        done = vitpar("checkpoint", "export", "here", *words, "--out", "other")
-        assert done.returncode == 2 and sentence in done.stderr

@@ -13,15 +13,7 @@ from torch import nn
 from helpers.converted import converted, filled, found_in
 from helpers.foreign_weights import saved
 from helpers.oracles import transformers
-from helpers.text_models import (
-    V1_1,
-    TextModel,
-    bert,
-    exact_norm,
-    sample,
-    t5,
-    twin,
-)
+from helpers.text_models import V1_1, TextModel, bert, exact_norm, sample, t5, twin
 from helpers.written_weights import weights_of
 from vitpar.errors import DataError
 from vitpar.models import model_config
@@ -43,8 +35,9 @@ MODELS: dict[str, TextModel] = {
 }
 
 
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
-@pytest.mark.parametrize("config", [bert(vocab_size=4000), t5(vocab_size=4000)], ids=["bert", "t5"])
+@pytest.mark.parametrize(
+    ("config", "zipped"), [(bert(vocab_size=4000), True), (t5(vocab_size=4000), False)], ids=["bert", "t5, legacy"]
+)
 def test_pickles_with_tied_tensors_compute_the_same(
     config: TextModel, zipped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,24 +148,10 @@ def test_numbers_that_no_tensor_shows_come_from_the_name() -> None:
         FAMILIES["t5"].infer_config("x", found_in(state, t5()), {}, "bert_base")
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "options", "message"),
-    [
-        ("bert", {"num_attention_heads": 3}, {}, "3 heads do not divide embed_dim 16 of bert_custom"),
-        ("bert", {}, {"classes": 3}, "is a model of text: leave --classes and --image-size out"),
-    ],
-)
-def test_models_that_compute_otherwise_are_refused(
-    name: str, change: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    _, folder = twins_folder(name, tmp_path / "theirs")
-    config = json.loads((folder / "config.json").read_text()) | change
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match=re.escape(message)):
-        import_weights(folder, tmp_path / "ours", **options)
-
-
-def test_other_formats_are_refused(tmp_path: Path) -> None:
+def test_other_formats_and_options_of_images_are_refused(tmp_path: Path) -> None:
+    _, folder = twins_folder("bert", tmp_path / "bert")
+    with pytest.raises(DataError, match="is a model of text: leave --classes and --image-size out"):
+        import_weights(folder, tmp_path / "imported", classes=3)
     weights, _ = written(bert(), tmp_path / "ours")
     with pytest.raises(DataError, match="bert_custom can be exported to transformers, but not to timm: use --format"):
         export_weights(weights, tmp_path / "theirs", "timm", shard_bytes=10**9)
@@ -180,8 +159,7 @@ def test_other_formats_are_refused(tmp_path: Path) -> None:
         export_onnx(weights, tmp_path / "onnx")
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shape", [(), (7, 5)], ids=str)
+@pytest.mark.parametrize(("name", "shape"), [("bert", ()), ("t5", (7, 5)), ("t5 v1.1", ())], ids=str)
 def test_tensors_of_any_shape_are_refused(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     """Give every second tensor another shape, and leave out the others, one at a time."""
     theirs, folder = twins_folder(name, tmp_path / "theirs")

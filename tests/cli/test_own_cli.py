@@ -1,4 +1,4 @@
-"""The task of examples/own_task.py through the command line, as docs/own-task.md says."""
+"""A task and a model of the user's own through the command line: trained, resumed under another plan, evaluated."""
 
 import json
 import shutil
@@ -6,17 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from helpers.command_line import Command
+from helpers.command_line import Command, Refused
 from helpers.paths import ROOT
 from helpers.small_data import CLASSES, pack_small, rename_classes
 
 TASK = ("--task", "own_task.py:Value")
 MODEL = ("--model", "vit_nano_patch4_16", "--set", "model.depth=2", "--batch-size", "16", "--set", "data.workers=0")
+OWN = ("--model", "own_model.py:Mixer")
+SMALL = ("--set", "model.options.depth=2", "--set", "model.options.width=16", "--set", "model.image_size=8")
 
 
 @pytest.fixture(scope="module")
 def place(place: Path) -> Path:
-    shutil.copy(ROOT / "examples" / "own_task.py", place)
+    for name in ("own_task.py", "own_model.py"):
+        shutil.copy(ROOT / "examples" / name, place)
     rename_classes(pack_small(place / "values"), [str(2.5 * number) for number in range(CLASSES)])
     return place
 
@@ -48,3 +51,23 @@ def test_task_is_trained_resumed_evaluated_and_reported(place: Path, vitpar: Com
     assert "mean absolute error" in " ".join(said("runs", "run").split())
     refused = said("report", "run", "--images", "3", *TASK, code=2)
     assert "--images shows classes, which task 'own_task.py:Value' does not predict" in refused
+
+
+@pytest.mark.slow  # tests/test_examples.py trains the same model
+def test_model_is_resumed_and_evaluated_under_another_plan_once_the_file_is_given(
+    place: Path, vitpar: Command, refused: Refused
+) -> None:
+    plan = ("--mesh", "pp2xtp2", "--batch-size", "16", "--steps", "4", "--run-dir", "own")
+    done = vitpar("train", *OWN, *SMALL, "--data", "data", *plan, "--set", "data.workers=0")
+    assert done.returncode == 0, done.stderr
+    more = ("train", "--resume", "own", "--mesh", "fsdp2", "--steps", "6", "--allow-change", "train.steps")
+    evaluation = ("eval", "--checkpoint", "own", "--data", "data")
+    rows = [
+        (more, "own_model.py:Mixer' is a model of your own, which only the command line can name"),
+        (evaluation, "give the file that defines it with --model FILE.py:NAME"),
+    ]
+    refused(place, rows)
+    done = vitpar(*more, *OWN)
+    assert done.returncode == 0, done.stderr
+    done = vitpar(*evaluation, "--mesh", "tp2+sp", *OWN)
+    assert done.returncode == 0 and "top-1" in done.stdout, done.stderr

@@ -1,7 +1,5 @@
 """`vitpar bench`: measure the speed of training."""
 
-import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +20,7 @@ from vitpar.tasks.data import check_images, open_split, refuse_streamed_targets
 from vitpar.training.prepare import refuse_misfits
 from vitpar_cli import recipe_options as o
 from vitpar_cli.bench_view import show
-from vitpar_cli.outputs import Status, warn
+from vitpar_cli.outputs import Status, make_folder, print_json, warn
 from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
@@ -93,7 +91,7 @@ def bench(
     if images is not None:
         refuse_streamed_targets(merged, trained, config, chosen.plan)
     if profile is not None:
-        _make(profile)
+        make_folder(profile, "give --profile a writable folder")
     length = steps, repeats, warmup
     run_in_world(
         *(chosen.plan.world_size, device_type, _bench),
@@ -130,16 +128,5 @@ def _bench(
         )
     if dist.get_rank() == 0:
         warn(chosen.because, *benchmark["warnings"])
-        typer.echo(json.dumps(benchmark)) if as_json else show(benchmark, config, chosen.plan, traces)
+        print_json(benchmark) if as_json else show(benchmark, config, chosen.plan, traces)
     return 0
-
-
-def _make(folder: Path) -> None:
-    """Make the folder of the traces. Raises RecipeError if it cannot be made or written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(folder, os.W_OK) else "Permission denied"
-    except OSError as error:
-        reason = error.strerror
-    if reason:
-        raise RecipeError(f"cannot write traces to '{folder}' ({reason}): give --profile a writable folder")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,10 @@ from rich.text import Text
 
 from vitpar.models import ModelConfig
 from vitpar.planner.cost.elements import layer_parameters
-from vitpar.planner.cost.pipeline import idle_share
-from vitpar.strategy import Plan, batch_arithmetic
+from vitpar.strategy import Plan
 from vitpar.text import count, size
 from vitpar_cli.outputs import data_table, facts_table
-from vitpar_cli.plan_view import batch_words, millions, percent, pipeline_words
+from vitpar_cli.plan_view import batch_rows, millions, percent
 
 Numbers = dict[str, Any]
 """Part of a result of ``vitpar.bench.bench``."""
@@ -55,14 +53,11 @@ def show(benchmark: Numbers, config: ModelConfig, plan: Plan, traces: Path | Non
 
 def _ran(benchmark: Numbers, config: ModelConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield names and values of the benchmark's setup."""
-    batch = batch_arithmetic(plan, benchmark["batch_size"])
     parameters = sum(layer_parameters(config, Plan()).values())
     flops = f"{_short(config.flops)}FLOP per {config.sample} and step"
     yield "model", f"{config.name}, {millions(parameters)} parameters, {flops}"
     yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {benchmark['device']}, {benchmark['device_name']}"
-    if plan.pipeline_degree > 1:
-        yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
-    yield "batch", batch_words(asdict(batch), config.sample)
+    yield from batch_rows(plan, benchmark["batch_size"], config.sample)
     attention = f", attention by {benchmark['attention']}" if benchmark["attention"] else ""
     yield "precision", benchmark["precision"] + (", blocks compiled" if benchmark["compile"] else "") + attention
     data, warm = benchmark["data"], benchmark["warm_up"]
@@ -95,10 +90,8 @@ def _reached(benchmark: Numbers, sample: str) -> Iterator[tuple[str, str]]:
 
 def _phases(benchmark: Numbers) -> Table:
     whole, between = benchmark["phased_step_seconds"]["mean"], benchmark["between_seconds"]
-    table = data_table()
-    table.add_column("phase", no_wrap=True)
-    for heading in ("ms", "share", "slowest", "limit", "of limit"):
-        table.add_column(heading, justify="right")
+    table = data_table("phase", numbers=("ms", "share", "slowest", "limit", "of limit"))
+    table.columns[0].no_wrap = True
     for phase in benchmark["phases"]:
         mean, limit = phase["seconds"]["mean"], phase["limit_seconds"]
         table.add_row(
@@ -116,10 +109,9 @@ def _phases(benchmark: Numbers) -> Table:
 
 
 def _kernels(kernels: list[Numbers], device: str, width: int) -> Table:
-    table = data_table()
-    table.add_column("kernel" if device == "cuda" else "operator", no_wrap=True)
-    for heading in ("ms", "share", "calls", "FLOP/s", "of limit"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    kind = "kernel" if device == "cuda" else "operator"
+    table = data_table(kind, numbers=("ms", "share", "calls", "FLOP/s", "of limit"))
+    table.columns[0].no_wrap = True
     room = max(10, width - FIGURES)
     for kernel in kernels[:KERNELS]:
         name, flops = kernel["name"], kernel["flops"]

@@ -1,6 +1,5 @@
 """`vitpar check`: compare training under a plan with training in one process."""
 
-import json
 from typing import TYPE_CHECKING
 
 import typer
@@ -16,7 +15,7 @@ from vitpar.strategy.batch import schedule_objection, smallest_microbatch
 from vitpar.tasks import Task, task_class, task_of
 from vitpar.training.prepare import refuse_misfits
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import data_table, warn
+from vitpar_cli.outputs import data_table, print_json, warn
 from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ def _check(
     result = check_plan(recipe, config, plan, device, task, tolerance=tolerance)
     if dist.get_rank() == 0:
         warn(chosen.because, compiling.because and f"blocks are not compiled: {compiling.because}")
-        typer.echo(json.dumps(result.to_json())) if as_json else _print(result)
+        print_json(result.to_json()) if as_json else _print(result)
     return 0 if result.passed else 1
 
 

@@ -1,6 +1,5 @@
 """`vitpar data`: pack images or text into shards, index and verify shards, and describe their content."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,10 +15,11 @@ from vitpar.errors import DataError
 from vitpar.launch.resources import cpu_cores
 from vitpar.recipe.request import RecipeRequest
 from vitpar.tasks.data import write_preview
-from vitpar_cli.data_pack import pack_command
-from vitpar_cli.data_view import Workers, print_problems, print_survey, refuse_options
-from vitpar_cli.outputs import refuse_unwritable
-from vitpar_cli.packing import packing_progress
+from vitpar.terminal import say
+from vitpar.text import count, printable
+from vitpar_cli.data_pack import pack_command, packing_progress
+from vitpar_cli.data_view import Workers, print_survey, refuse_options
+from vitpar_cli.outputs import print_json, refuse_unwritable
 from vitpar_cli.recipe_options import AsJson, Assignments, RecipeFile
 
 ABOUT = "Pack images or text into shards, index and verify shards, and say what they hold."
@@ -71,9 +71,12 @@ def verify_command(
     with packing_progress() as progress:
         problems = list(verify(folder, pixels=pixels, workers=workers or cpu_cores(), progress=progress))
     if as_json:
-        typer.echo(json.dumps({"folder": str(folder), "bad": [asdict(problem) for problem in problems]}))
+        print_json({"folder": str(folder), "bad": [asdict(problem) for problem in problems]})
     else:
-        print_problems(folder, problems)
+        for problem in problems:
+            number = "" if problem.sample is None else f"{problem.sample:,} "
+            say(printable(f"{problem.split} {number}{problem.name}: {problem.what}"))
+        typer.echo(f"{count(len(problems), 'problem')} in '{folder}'" if problems else f"'{folder}' is complete")
     if problems:
         raise typer.Exit(1)
 
@@ -106,7 +109,7 @@ def info_command(
         request = RecipeRequest(recipe, {"data.path": str(folder)}, assignments or ())
         write_preview(request.read_with_defaults().recipe, preview)
     if as_json:
-        typer.echo(json.dumps(content))
+        print_json(content)
         return
     print_survey(folder, content)
     if preview is not None:

@@ -9,10 +9,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
-from vitpar.data.shards.verify import Problem
 from vitpar.data.survey import survey
 from vitpar.errors import DataError
-from vitpar.terminal import say
 from vitpar.text import count, printable, shown
 from vitpar_cli.outputs import data_table
 
@@ -40,14 +38,6 @@ def print_survey(folder: Path, content: dict[str, Any] | None = None) -> None:
     console = Console()
     console.print(content["folder"], markup=False, soft_wrap=True)
     (_print_images if "classes" in content else _print_text)(console, content)
-
-
-def print_problems(folder: Path, problems: Sequence[Problem]) -> None:
-    """Print the problems of a data set."""
-    for problem in problems:
-        number = "" if problem.sample is None else f"{problem.sample:,} "
-        say(printable(f"{problem.split} {number}{problem.name}: {problem.what}"))
-    typer.echo(f"{count(len(problems), 'problem')} in '{folder}'" if problems else f"'{folder}' is complete")
 
 
 def _print_images(console: Console, content: dict[str, Any]) -> None:

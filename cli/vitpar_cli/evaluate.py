@@ -1,7 +1,6 @@
 """`vitpar eval`: evaluate saved weights."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from vitpar.tasks.data import open_split
 from vitpar.text import printable
 from vitpar.training.saved_model import PlannedModel, saved_model
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import data_table, local_weights, progress_bar, refuse_unwritable, warn
+from vitpar_cli.outputs import data_table, local_weights, print_json, progress_bar, refuse_unwritable, warn
 from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
@@ -124,9 +123,9 @@ def _evaluate(
             file = stack.enter_context(prediction_file(predictions, like, about))
         show = stack.enter_context(progress_bar("evaluating")) if reports else lambda done, total: None
         for name, images in sets.items():
-            add = None if predictions is None else _adding(file, name, images)
+            add = None if predictions is None else partial(_add, file, name, images)
             source = build_input(planned.recipe, model, planned.task(images))
-            results[name] = evaluate(model, source, images, partial(_progress, show, len(images)), add)
+            results[name] = evaluate(model, source, images, partial(show, total=len(images)), add)
     if reports:
         warnings = {name: one.warning for name, one in results.items() if one.warning}
         warn(warning, *notes, *(f"'{name}': {text}" if len(sets) > 1 else text for name, text in warnings.items()))
@@ -134,22 +133,11 @@ def _evaluate(
     return 0
 
 
-def _progress(show: Callable[[int, int], None], total: int, done: int) -> None:
-    show(done, total)
-
-
-def _adding(file: "ParquetFile | None", data: str, images: ImageSet) -> "Callable[[Predictions], None]":
-    """Return a function that appends predictions for images of the data set `data` to a file, on the rank that has it.
-
-    Other ranks take part in the evaluation in the same way, so they get a function too.
-    """
-
-    def add(predictions: "Predictions") -> None:
-        assert file is not None and not isinstance(images, StreamSet)
-        keys = [images.name(sample) for sample in predictions.samples.tolist()]
-        file.add([data] * len(keys), predictions.samples, keys, predictions.labels, *predictions.values.values())
-
-    return add
+def _add(file: "ParquetFile | None", data: str, images: ImageSet, predictions: "Predictions") -> None:
+    """Append predictions for images of the data set `data` to a file, on the rank that has it, which alone gets any."""
+    assert file is not None and not isinstance(images, StreamSet)
+    keys = [images.name(sample) for sample in predictions.samples.tolist()]
+    file.add([data] * len(keys), predictions.samples, keys, predictions.labels, *predictions.values.values())
 
 
 def _print(results: "Mapping[str, Evaluation]", task: Task, split: str, as_json: bool) -> None:
@@ -157,18 +145,15 @@ def _print(results: "Mapping[str, Evaluation]", task: Task, split: str, as_json:
     metrics, sample = task.METRICS, task.SAMPLE
     if as_json:
         figures = [{"data": printable(name), **one.figures} for name, one in results.items()]
-        typer.echo(json.dumps({"data_sets": figures} if len(figures) > 1 else next(iter(results.values())).figures))
+        print_json({"data_sets": figures} if len(figures) > 1 else next(iter(results.values())).figures)
     elif len(results) == 1:
         (one,) = results.values()
         words = [f"{metric.words} {metric.shown(one.metrics[metric.name])}" for metric in metrics]
         words += [f"loss {one.metrics['loss']:.4f}"]
         typer.echo(f"{one.samples} {sample}s of '{split}': {', '.join(words)}")
     else:
-        table = data_table(
-            "data", f"{sample}s", *(metric.words for metric in metrics), "loss", title=f"Split '{split}'"
-        )
-        for column in table.columns[1:]:
-            column.justify, column.no_wrap = "right", True
+        numbers = (f"{sample}s", *(metric.words for metric in metrics), "loss")
+        table = data_table("data", numbers=numbers, title=f"Split '{split}'")
         table.columns[0].overflow = "fold"
         for name, one in results.items():
             shown = [metric.shown(one.metrics[metric.name]) for metric in metrics]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -12,9 +11,10 @@ from rich.text import Text
 
 from vitpar.models import ModelConfig
 from vitpar.models.description import layer_of
+from vitpar.planner.cost.pipeline import idle_share
 from vitpar.planner.describe import Summary
 from vitpar.runs.pages.maps import layer_words
-from vitpar.strategy import Plan, Strategy, rank_of_place
+from vitpar.strategy import Plan, Strategy, batch_arithmetic, rank_of_place
 from vitpar_cli.outputs import data_table, facts_table
 from vitpar_cli.rank_grid import draw_ranks, row_name
 
@@ -71,17 +71,12 @@ def _show_modules(console: Console, layers: Sequence[Summary]) -> None:
 
 def _stages(plan: Plan, summary: Summary) -> Table:
     """Return the table of stages, with a row for every position on the pp axis, as in the rank grid."""
-    numbered, offloads = (
-        not plan.is_uniform and plan.pipeline_degree > 1,
-        any(p["host_bytes"] for p in summary["pipeline"]),
-    )
-    table = data_table()
-    table.add_column("", no_wrap=True)
-    if numbered:
-        table.add_column("ranks", no_wrap=True)
-    table.add_column("layers")
-    for heading in ("FLOPs", "parameters", *(["on host"] if offloads else []), "memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    numbered = not plan.is_uniform and plan.pipeline_degree > 1
+    offloads = any(part["host_bytes"] for part in summary["pipeline"])
+    texts = ("", *["ranks"] * numbered, "layers")
+    table = data_table(*texts, numbers=("FLOPs", "parameters", *["on host"] * offloads, "memory"))
+    for column in table.columns[: len(texts) - 1]:
+        column.no_wrap = True
     for part in summary["pipeline"]:
         first = rank_of_place(plan, part["pp"], 0)
         last = first + plan.stage_size - 1
@@ -99,13 +94,14 @@ def _stages(plan: Plan, summary: Summary) -> Table:
 
 def _sections(config: ModelConfig, plan: Plan, summary: Summary) -> Iterator[tuple[str, list[Row]]]:
     """Yield the headings and rows of the sections below the table of stages."""
-    first = [("batch", batch_words(summary["batch"], config.sample))]
-    if plan.pipeline_degree > 1:
-        first.append(("pipeline", pipeline_words(plan, summary["idle_share"])))
+    first = batch_rows(plan, summary["batch"]["global_batch"], config.sample)
     pipeline = []
     if axis := summary["pipeline_axis"]:
         words = axis["communication"]
-        pipeline = [(f"pp{plan.pp}", words if plan.is_uniform else f"{words}; {travel_words(summary['travel'])}")]
+        if not plan.is_uniform:
+            least, most = (percent(pick(summary["travel"])) for pick in (min, max))
+            words += f"; a rank sends {least if least == most else f'{least} to {most}'} of each"
+        pipeline = [(f"pp{plan.pp}", words)]
     sharing = []
     for one in summary["shared"]:
         layers = layer_words([layer_of(name) for name in one["copies"]])
@@ -126,7 +122,12 @@ def _sections(config: ModelConfig, plan: Plan, summary: Summary) -> Iterator[tup
         yield heading, [*rows, *_flag_rows(part)] or [("", "no communication")]
     changes: dict[str, list[str]] = {}
     for change in summary["redistributions"]:
-        changes.setdefault(redistribution_words(change), []).append(change["layer"])
+        shares = {"activation": change["forward"], "gradient": change["backward"]}
+        some = ", ".join(f"{percent(share)} of each {what}" for what, share in shares.items() if share)
+        none = "".join(f", nothing of {what}s" for what, share in shares.items() if not share)
+        received = f"a rank receives up to {some}{none}" if some else "no communication, ranks already have their parts"
+        words = f"{change['source']} -> {change['target']}: {received}"
+        changes.setdefault(words, []).append(change["layer"])
     if changes:
         rows = [(layer_words(layers), words) for words, layers in changes.items()]
         yield "redistribution before", rows
@@ -152,44 +153,24 @@ def _flag_rows(part: Summary) -> list[Row]:
     return [(flag["flag"], flag["effect"]) for flag in part["flags"]]
 
 
-def batch_words(batch: Mapping[str, int], sample: str) -> str:
-    """Return text such as `256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32`.
+def batch_rows(plan: Plan, batch_size: int, sample: str) -> list[Row]:
+    """Return the rows of a batch under a plan, and of the time for which its pipeline is idle in theory, if it has one.
 
-    Divisions by 1 are left out. batch: fields of ``vitpar.strategy.BatchArithmetic``.
+    The batch is such as `256 images = 2 data-parallel parts x 128, each 4 micro-batches x 32`, without divisions by 1.
+
     sample: word for a sample (``ModelConfig.sample``).
     """
-    words = f"{batch['global_batch']:,} {sample}s"
-    if batch["data_parallel"] > 1:
-        words += f" = {batch['data_parallel']} data-parallel parts x {batch['local_batch']:,}"
-    if batch["microbatches"] > 1:
-        divided = ", each" if batch["data_parallel"] > 1 else " ="
-        words += f"{divided} {batch['microbatches']} micro-batches x {batch['microbatch_size']:,}"
-    return words
-
-
-def pipeline_words(plan: Plan, idle_share: float) -> str:
-    """Return text such as `1f1b, in theory 20.0 % of the time idle`."""
-    return f"{plan.schedule}, in theory {percent(idle_share)} of the time idle"
-
-
-def travel_words(shares: Sequence[float]) -> str:
-    """Return text such as `a rank sends 25.0 % of each`.
-
-    shares: fraction of an activation that a rank sends to the next stage, for each stage but the last.
-    """
-    least, most = percent(min(shares)), percent(max(shares))
-    return f"a rank sends {least if least == most else f'{least} to {most}'} of each"
-
-
-def redistribution_words(change: Mapping[str, Any]) -> str:
-    """Return text such as `fsdp4 -> tp4: a rank receives up to 75.0 % of each activation, nothing of gradients`."""
-    shares = {"activation": change["forward"], "gradient": change["backward"]}
-    some = [f"{percent(share)} of each {what}" for what, share in shares.items() if share]
-    none = "".join(f", nothing of {what}s" for what, share in shares.items() if not share)
-    words = (
-        f"a rank receives up to {', '.join(some)}{none}" if some else "no communication, ranks already have their parts"
-    )
-    return f"{change['source']} -> {change['target']}: {words}"
+    batch = batch_arithmetic(plan, batch_size)
+    words = f"{batch.global_batch:,} {sample}s"
+    if batch.data_parallel > 1:
+        words += f" = {batch.data_parallel} data-parallel parts x {batch.local_batch:,}"
+    if batch.microbatches > 1:
+        divided = ", each" if batch.data_parallel > 1 else " ="
+        words += f"{divided} {batch.microbatches} micro-batches x {batch.microbatch_size:,}"
+    if plan.pipeline_degree == 1:
+        return [("batch", words)]
+    idle = percent(idle_share(plan, batch.microbatches))
+    return [("batch", words), ("pipeline", f"{plan.schedule}, in theory {idle} of the time idle")]
 
 
 def millions(number: int) -> str:

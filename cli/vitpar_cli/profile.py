@@ -181,16 +181,15 @@ def _show_model(profile: ModelProfile, out: Path) -> None:
     console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}")
     several = len({layer.layer for layer in profile.layers}) > 3
     title = "a block on the first rank, without communication"
-    table = data_table(*(["block"] if several else []), "strategy", "rows", title=title)
-    for heading in ("forward ms", "backward ms", "samples/s", "saved MB"):
-        table.add_column(heading, justify="right")
+    numbers = ("forward ms", "backward ms", "samples/s", "saved MB")
+    table = data_table(*["block"] * several, "strategy", "rows", numbers=numbers, title=title)
     for layer in profile.layers:
         if kinds[layer.layer].is_block and layer.wrapped == always_wrapped(layer.tensor):
             rows = layer.forward.timings[-1].size
             times = [curve.timings[-1].seconds for curve in (layer.forward, layer.backward)]
             figures = (f"{times[0] * 1e3:,.2f}", f"{times[1] * 1e3:,.2f}", f"{rows / sum(times):,.0f}")
             table.add_row(
-                *([layer.layer] if several else []),
+                *[layer.layer] * several,
                 layer.tensor + CHECKPOINTS[layer.checkpoint],
                 str(rows),
                 *figures,

@@ -23,8 +23,6 @@ from vitpar.runs.pages.maps import MOST_RANKS, axis_groups
 from vitpar.strategy import Plan, Strategy, place_of_rank, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, place
 
-MOST_LINES = 32
-"""Largest number of lines of a grid."""
 LAYERS_WIDTH = 24
 """Maximum columns of the names of layers."""
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -44,12 +42,15 @@ def draw_ranks(plan: Plan, width: int) -> Text:
     if not plan.is_uniform:
         return Text("\n").join(_strategies(plan, width))
     if plan.world_size <= MOST_RANKS:
-        # Put boxes side by side, or stack them along more and more axes while that is too wide.
-        for number in range(4):
-            lines = _grid(plan, _box_axes(plan.strategy)[:number])
-            if max(line.cell_len for line in lines) <= width and len(lines) <= MOST_LINES:
-                return Text("\n").join(lines)
-    return Text("\n").join(Text(line) for line in _groups(plan, width))
+        lines = _grid(plan)
+        if max(line.cell_len for line in lines) <= width:
+            return Text("\n").join(lines)
+    arranged = [axis for axis, _ in plan.strategy.tensor_shape]
+    names = [name for axis in plan.axes for name in (arranged if axis.role == "tp" else [axis.role])]
+    starts = {name: f"{shown_axis(plan.strategy, name) + ':':<6}" for name in names}
+    return Text("\n").join(
+        _fitting(start, axis_groups(plan, plan.strategy, name), width) for name, start in starts.items()
+    )
 
 
 def row_name(plan: Plan, pp: int) -> str:
@@ -60,85 +61,59 @@ def row_name(plan: Plan, pp: int) -> str:
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
-def _box_axes(strategy: Strategy) -> tuple[str, ...]:
-    """Return the axes along which ranks are in different boxes, outermost first."""
-    return ("dp", "fsdp", {"2.5d": "d", "3d": "i"}.get(strategy.tensor_mode, "d"))
-
-
-def _grid(plan: Plan, below: tuple[str, ...]) -> list[Text]:
-    """Return the lines of the grid.
-
-    below: axes along which boxes are stacked; along the others they are side by side.
-    """
+def _grid(plan: Plan) -> list[Text]:
+    """Return the lines of the grid."""
     strategy = plan.strategy
-    # The axis of the rows and the axis of the columns inside a box.
+    # The axis of the rows and the axis of the columns inside a box, and those along which boxes are side by side.
     down, across = ("j", "k") if strategy.tensor_mode == "3d" else ("i", "j")
-    beside = [axis for axis in _box_axes(strategy) if axis not in below]
-    sizes = {"pp": plan.pipeline_degree, **dict.fromkeys((*_box_axes(strategy), down, across), 1)}
-    sizes |= dict(mesh_axes(strategy))
+    sizes = {"pp": plan.pipeline_degree, down: 1, across: 1} | dict(mesh_axes(strategy))
+    beside = [axis for axis in DATA_AXES if axis in sizes and axis != down]
     ranks = {}
     for rank in range(plan.world_size):
         pp, stage_rank = place_of_rank(plan, rank)
         at = {"pp": pp, **place(strategy, stage_rank)}
         ranks[tuple(at.get(axis, 0) for axis in sizes)] = rank
 
-    def every(axes: list[str]) -> list[dict[str, int]]:
-        return [dict(zip(axes, index, strict=True)) for index in product(*(range(sizes[axis]) for axis in axes))]
-
     def label(at: dict[str, int]) -> str:
-        return ", ".join(f"{shown_axis(strategy, axis)} {at[axis]}" for axis in at if axis != "pp" and sizes[axis] > 1)
+        return ", ".join(f"{shown_axis(strategy, axis)} {at[axis]}" for axis in at if sizes[axis] > 1)
 
-    rows, boxes, columns = every(["pp", *below, down]), every(beside), every([across])
-    outer = [{axis: index for axis, index in row.items() if axis != down} for row in rows]
-    outer_names = [f"{row_name(plan, at['pp'])}  {label(at)}".strip() if plan.pp != 1 else label(at) for at in outer]
-    names = []
-    for row, name in zip(rows, outer_names, strict=True):
-        first = f"{name if row[down] == 0 else '':<{max(map(len, outer_names))}}"
-        names.append(f"{first}  {label({down: row[down]})}" if sizes[down] > 1 and first else first or label(row))
-    heads = [label(column) for column in columns]
+    boxes = [dict(zip(beside, index, strict=True)) for index in product(*(range(sizes[axis]) for axis in beside))]
+    heads = [label({across: number}) for number in range(sizes[across])]
     cell = max(len(heads[-1]), len(str(plan.world_size - 1)))
     inside = max(len(heads) * (cell + 2), *(len(label(box)) + 2 for box in boxes))
-    margin = " " * max(map(len, names))
+    rows = list(product(range(sizes["pp"]), range(sizes[down])))
+    stages = [f"{row_name(plan, pp)}  " if sizes["pp"] > 1 else "" for pp in range(sizes["pp"])]
+    widest = max(map(len, stages))
+    names = [f"{'' if row else stages[pp]:<{widest}}{label({down: row})}".rstrip() for pp, row in rows]
+    margin = max(map(len, names))
 
     def line(left: str, between: str, right: str) -> Text:
-        return Text(f"{margin} {left}{between.join(['─' * inside] * len(boxes))}{right}", "dim")
+        return Text(f"{'':<{margin}} {left}{between.join(['─' * inside] * len(boxes))}{right}", "dim")
 
-    lines = [Text(f"{margin}  {' '.join(label(box).center(inside) for box in boxes)}")]
+    lines = []
+    if any(map(label, boxes)):
+        lines.append(Text(f"{'':<{margin}}  {' '.join(label(box).center(inside) for box in boxes)}"))
     if sizes[across] > 1:
         head = "".join(f" {text:^{cell}} " for text in heads).center(inside)
-        lines.append(Text(f"{margin}  {' '.join([head] * len(boxes))}", "dim"))
-    if not lines[0].plain.strip():
-        lines.pop(0)
+        lines.append(Text(f"{'':<{margin}}  {' '.join([head] * len(boxes))}", "dim"))
     lines.append(line("┌", "┬", "┐"))
-    for number, (row, name) in enumerate(zip(rows, names, strict=True)):
-        another = number and (row["pp"] != rows[number - 1]["pp"] or (sizes[down] > 1 and row[down] == 0))
-        if another:
+    for (pp, row), name in zip(rows, names, strict=True):
+        if pp and not row:
             lines.append(line("├", "┼", "┤"))
-        text = Text(f"{name:<{len(margin)}} ").append("│", "dim")
+        text = Text(f"{name:<{margin}} ").append("│", "dim")
         for box in boxes:
-            at = row | box
+            at = {"pp": pp, down: row} | box
             part = 0  # of the batch, numbered along the axes that split it
             for axis in DATA_AXES:
                 part = part * sizes[axis] + at[axis] if axis in at else part
-            colour = COLOURS[part % len(COLOURS)]
-            here = (ranks[tuple((at | column)[axis] for axis in sizes)] for column in columns)
-            text.append("".join(f" {rank:^{cell}} " for rank in here).center(inside), colour).append("│", "dim")
+            here = (ranks[tuple((at | {across: column})[axis] for axis in sizes)] for column in range(sizes[across]))
+            words = "".join(f" {rank:^{cell}} " for rank in here).center(inside)
+            text.append(words, COLOURS[part % len(COLOURS)]).append("│", "dim")
         lines.append(text)
     lines.append(line("└", "┴", "┘"))
     for text in lines:
         text.rstrip()
     return lines
-
-
-def _groups(plan: Plan, width: int) -> list[str]:
-    """Return a line for each axis of a uniform plan, with as many of its groups of ranks as fit."""
-    strategy = plan.strategy
-    arranged = [axis for axis, _ in strategy.tensor_shape]
-    names = [name for axis in plan.axes for name in (arranged if axis.role == "tp" else [axis.role])]
-    return [
-        _fitting(f"{shown_axis(strategy, name) + ':':<6}", axis_groups(plan, strategy, name), width).plain
-        for name in names
-    ]
 
 
 def _strategies(plan: Plan, width: int) -> list[Text]:

@@ -1,6 +1,5 @@
 """`vitpar search`: find the plan with the most samples per second that fits into memory."""
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from vitpar.strategy.plan_json import write_plan
 from vitpar.terminal import complain
 from vitpar.training.optim.state_memory import moments
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import origin, refuse_undrawable, refuse_unwritable, write
+from vitpar_cli.outputs import origin, print_json, refuse_undrawable, refuse_unwritable, write
 from vitpar_cli.profiled import MachineOptions, ReportFile, machine_options, numbers, planned_recipe
 from vitpar_cli.search_view import SearchProgress, show, show_comparison
 
@@ -145,7 +144,7 @@ def search(
     if report is not None:
         write(report, page(found, costs, state))
     if as_json:
-        typer.echo(json.dumps(found))
+        print_json(found)
     else:
         show(found, (out, report))
         lacking = sorted(unprofiled(costs, searching.space.ranks))

@@ -1,11 +1,9 @@
 """Text output of `vitpar search`, and the table of plans that other commands share."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -26,7 +24,7 @@ from vitpar.planner.report.tables import comparison_notes, comparison_table
 from vitpar.planner.search.gains import PURPOSES
 from vitpar.planner.training_time import hours_name, training_rows
 from vitpar.text import count, either, size
-from vitpar_cli.outputs import Status, origin, origin_words, print_words
+from vitpar_cli.outputs import Status, origin, origin_words, print_json, print_rows, print_words
 
 Record = Mapping[str, Any]
 """A result, or a part of one, as JSON."""
@@ -72,7 +70,7 @@ def show_comparison(rows: Sequence[Record], as_json: bool) -> None:
     """Print the best plan of each combination, as a table for each model and image size or as JSON."""
     notes = comparison_notes(rows)
     if as_json:
-        typer.echo(json.dumps(origin() | {"notes": notes, "rows": rows}))
+        print_json(origin() | {"notes": notes, "rows": rows})
         return
     console, setups = Console(highlight=False), dict[str, list[Record]]()
     print_origin(console, origin())
@@ -132,12 +130,6 @@ def _print_figures(console: Console, found: Record, record: Record, about: Seque
     print_rows(console, rows)
     for note in remarks(found["notes"], found["training"], record):
         print_words(console, note, "yellow")
-
-
-def print_rows(console: Console, rows: Sequence[Row]) -> None:
-    """Print rows of a name and a sentence."""
-    for name, words in rows:
-        print_words(console, f"{name:<10} {words}", indent=11)
 
 
 def _show_reasons(console: Console, found: Record) -> None:

@@ -281,7 +281,7 @@ INVALID = [
     (["--data", "here", "--synthetic"], "both --synthetic and --data here are given: keep one"),
     (["--recipe", "recipe.toml", "--num-classes", "5"], "--num-classes 5 does nothing with data"),
     (["--mesh", "tp2", "--model", "vit_tiny_patch16_224"], "tp2 does not divide the 3 heads of vit_tiny_patch16_224"),
-    (["--profile", "recipe.toml"], "cannot write traces to 'recipe.toml' (File exists): give --profile"),
+    (["--profile", "recipe.toml"], "cannot write into 'recipe.toml' (File exists): give --profile"),
 ]
 
 

@@ -25,9 +25,9 @@ from vitpar.runs.pages import plotly
 from vitpar.strategy import parse
 from vitpar.strategy import validate as validated
 from vitpar.strategy.plan_json import read_plan
-from vitpar_cli.outputs import CADENCE, ProgressLines, origin
+from vitpar_cli.models import recipes
+from vitpar_cli.outputs import CADENCE, Status, origin
 from vitpar_cli.profiled import MachineOptions
-from vitpar_cli.recipes import recipes
 from vitpar_cli.scaling import scaling
 from vitpar_cli.search import search
 from vitpar_cli.search_view import SHOWN
@@ -181,16 +181,11 @@ def test_image_size_stands_in_the_suggested_command(run: Run) -> None:
 
 
 def test_progress_without_a_terminal_prints_occasional_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    now = iter([0.0, 1.0, CADENCE - 1, CADENCE, CADENCE + 1])
-    lines = ProgressLines(clock=lambda: next(now))
-    for number in range(5):
-        lines(f"run {number}")
-    assert capsys.readouterr().err.split("\n") == ["run 0", "run 3", ""]
-    later = iter([0.0, 1.0, CADENCE])
-    patient = ProgressLines(eager=False, clock=lambda: next(later))
-    patient("soon")
-    patient("later")
-    assert capsys.readouterr().err == "later\n"
+    now = iter([0.0, 1.0, CADENCE, CADENCE + 1, 2 * CADENCE])
+    status = Status(clock=lambda: next(now))
+    for number in range(4):
+        status.tell(f"run {number}")
+    assert capsys.readouterr().err.split("\n") == ["run 1", "run 3", ""]
 
 
 def test_validation_names_what_it_measured(capsys: pytest.CaptureFixture[str]) -> None:

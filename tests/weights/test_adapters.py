@@ -121,7 +121,7 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Tensor], str], ...] = (
     ({"r": 4}, GOOD, "have rank 4: set lora.rank to it"),
     ({"modules_to_save": ["head", "score"]}, GOOD, "lacks head, which adapter_config.json lists: save"),
     ({}, {f"{PLAIN}.lora_A.weight": A}, "lacks blocks.0.mlp.fc2.lora_B.weight"),
-    ({}, {**GOOD, f"{PLAIN}.lora_B.weight": B[:5]}, r"has shape \[5, 3\], but the model needs \[24, 3\]"),
+    ({}, {**GOOD, f"{PLAIN}.lora_B.weight": B[:5]}, r"has shape \[5, 3\] but the model has \[24, 3\]"),
     ({}, {**GOOD, f"{PLAIN}.lora_A.weight": A * torch.nan}, "has non-finite numbers"),
     ({}, {"head.weight": B}, "has no adapters of linear layers"),
     ({}, {**GOOD, "blocks.9.fc.weight": B.clone()}, "has tensors for blocks.9.fc.weight, which vit_custom lacks"),

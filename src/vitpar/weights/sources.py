@@ -56,31 +56,28 @@ def open_source(path: Path, trust: bool = False) -> ForeignWeights:
 
     Raises DataError.
     """
-    if not path.is_dir():
-        if not path.is_file():
-            raise DataError(f"no weights at '{path}': name a downloaded or saved file or folder")
-        if path.suffix == ".safetensors":
-            return _from_shards(path, Shards(path.parent, [path.name]), {})
-        return _from_pickles(path, [path], {}, trust, {})
-    if (path / CHECKPOINT_INDEX).exists():
-        raise DataError(f"'{path}' is a checkpoint of a run: use `vitpar checkpoint export` instead")
-    configs = {name: read_object(path / name) for name in _CONFIGS if (path / name).exists()}
-    if (path / f"{_SAFETENSORS}.index.json").exists():
-        return _from_shards(path, Shards.indexed(path, f"{_SAFETENSORS}.index.json"), configs)
-    if (path / _SAFETENSORS).exists():
-        return _from_shards(path, Shards(path, [_SAFETENSORS]), configs)
-    if (path / f"{_PICKLE}.index.json").exists():
-        places = read_weight_map(path, f"{_PICKLE}.index.json")
-        return _from_pickles(path, [path / file for file in dict.fromkeys(places.values())], places, trust, configs)
-    if (path / _PICKLE).exists():
-        return _from_pickles(path, [path / _PICKLE], {}, trust, configs)
-    raise DataError(f"'{path}' has no weights under a known name ({_SAFETENSORS}, {_PICKLE}): name the file itself")
-
-
-def _from_shards(place: Path, shards: Shards, configs: dict[str, dict[str, Any]]) -> ForeignWeights:
+    configs: dict[str, dict[str, Any]] = {}
+    if path.is_dir():
+        if (path / CHECKPOINT_INDEX).exists():
+            raise DataError(f"'{path}' is a checkpoint of a run: use `vitpar checkpoint export` instead")
+        configs = {name: read_object(path / name) for name in _CONFIGS if (path / name).exists()}
+        folder, names = path, [f"{name}{end}" for name in (_SAFETENSORS, _PICKLE) for end in (".index.json", "")]
+        if (first := next((name for name in names if (path / name).exists()), None)) is None:
+            raise DataError(
+                f"'{path}' has no weights under a known name ({_SAFETENSORS}, {_PICKLE}): name the file itself"
+            )
+    elif path.is_file():
+        folder, first = path.parent, path.name
+    else:
+        raise DataError(f"no weights at '{path}': name a downloaded or saved file or folder")
+    places = read_weight_map(folder, first) if path.is_dir() and first.endswith(".index.json") else {}
+    files = list(dict.fromkeys(places.values())) or [first]
+    if not (first.removesuffix(".index.json") if places else first).endswith(".safetensors"):
+        return _from_pickles(path, [folder / file for file in files], places, trust, configs)
+    shards = Shards(folder, files, places or None)
     around = _around(shards.shapes)
     shapes = {name.removeprefix(around): shape for name, shape in shards.shapes.items()}
-    return ForeignWeights(place, shapes, lambda name: shards.read(around + name), configs)
+    return ForeignWeights(path, shapes, lambda name: shards.read(around + name), configs)
 
 
 def _from_pickles(

@@ -1,7 +1,6 @@
 """`vitpar models`, `vitpar recipes` and `vitpar settings`: what a recipe can name."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from vitpar.models import ModelConfig, model_config
 from vitpar.models.families import FAMILIES, common_tp, kinds, options, published, size
 from vitpar.planner.training_time import CLUSTER, MESH, gpu_hours, hours
 from vitpar.recipe import reference
-from vitpar.recipe.file import ShippedRecipe, shipped_recipe, shipped_recipes
+from vitpar.recipe.file import shipped_recipe, shipped_recipes
 from vitpar.recipe.sections.input import ModelSection
 from vitpar.text import shown
 from vitpar_cli import recipe_options as o
@@ -163,16 +162,25 @@ def recipes(
     Example: vitpar recipes deit_small
     """
     listed = shipped_recipes() if name is None else [shipped_recipe(name)]
-    if name is None and images_per_second is None and not as_json:  # a prediction describes models, which takes seconds
-        _list(listed, [])
-        return
     predicted = partial(gpu_hours, images_per_second=images_per_second)
     if as_json:
-        rows = [{"name": one.name, **asdict(one.about), "gpu_hours": predicted(one)} for one in listed]
-        print_json({"recipes": rows})
+        print_json(
+            {"recipes": [{"name": one.name, **asdict(one.about), "gpu_hours": predicted(one)} for one in listed]}
+        )
         return
+    console = Console(highlight=False)
     if name is None:
-        _list(listed, [hours(predicted(one)) for one in listed])
+        timed = images_per_second is not None  # a prediction describes models, which takes seconds
+        table = data_table("recipe", "training", "published", "here", *["GPU-hours"] * timed)
+        table.columns[0].no_wrap, table.columns[0].min_width = True, max(len(one.name) for one in listed)
+        for one in listed:
+            here = one.about.here.rpartition("; ")[2]
+            times = [hours(predicted(one))] if timed else []
+            table.add_row(one.name, one.about.title, one.about.published, here, *times)
+        console.print(table)
+        console.print(
+            "published: by the source; here: by vitpar. Source, duration and file of one: vitpar recipes deit_small"
+        )
         return
     (one,) = listed
     waiting = "" if images_per_second else ", without waiting for images (--images-per-second)"
@@ -183,22 +191,8 @@ def recipes(
         "GPU-hours": f"{hours(predicted(one))}, predicted for {CLUSTER} under {MESH}{waiting}",
         "train": f"vitpar train --recipe {name} --data {one.recipe().data.path} --mesh {MESH}",
     }
-    print_rows(Console(highlight=False), facts.items())
+    print_rows(console, facts.items())
     typer.echo(f"\n{one.path.read_text()}", nl=False)
-
-
-def _list(listed: Sequence[ShippedRecipe], gpu_hours: Sequence[str]) -> None:
-    """Print the table of recipes. gpu_hours: of each; empty to leave them out."""
-    console = Console(highlight=False)
-    table = data_table("recipe", "training", "published", "here", *["GPU-hours"] * bool(gpu_hours))
-    table.columns[0].no_wrap, table.columns[0].min_width = True, max(len(one.name) for one in listed)
-    for number, one in enumerate(listed):
-        here = one.about.here.rpartition("; ")[2]
-        table.add_row(one.name, one.about.title, one.about.published, here, *gpu_hours[number : number + 1])
-    console.print(table)
-    console.print(
-        "published: by the source; here: by vitpar. Source, duration and file of one: vitpar recipes deit_small"
-    )
 
 
 def settings(

@@ -106,20 +106,15 @@ def _sections(config: ModelConfig, plan: Plan, summary: Summary) -> Iterator[tup
     for one in summary["shared"]:
         layers = layer_words([layer_of(name) for name in one["copies"]])
         sharing.append((one["owner"], f"also in {layers}: {one['communication']}"))
+    parts = summary["strategies"]
     if plan.is_uniform:
-        (only,) = summary["strategies"]
-        axes = _axis_rows(plan.strategy, only)
-        axes.insert(plan.pp_index, pipeline)
-        yield "", [*first, *(row for rows in axes for row in rows), *_flag_rows(only)]
-        if sharing:
-            yield "shared parameters", sharing
-        return
-    yield "", first + pipeline
-    strategies = {str(strategy): strategy for strategy in plan.distinct}
-    for part in summary["strategies"]:
-        rows = [row for rows in _axis_rows(strategies[part["strategy"]], part) for row in rows]
-        heading = f"{layer_words(part['layers'])}: {part['strategy']}"
-        yield heading, [*rows, *_flag_rows(part)] or [("", "no communication")]
+        yield "", [*first, *pipeline, *_communication(plan.strategy, parts[0])]
+    else:
+        yield "", first + pipeline
+        strategies = {str(strategy): strategy for strategy in plan.distinct}
+        for part in parts:
+            heading = f"{layer_words(part['layers'])}: {part['strategy']}"
+            yield heading, _communication(strategies[part["strategy"]], part) or [("", "no communication")]
     changes: dict[str, list[str]] = {}
     for change in summary["redistributions"]:
         shares = {"activation": change["forward"], "gradient": change["backward"]}
@@ -135,22 +130,15 @@ def _sections(config: ModelConfig, plan: Plan, summary: Summary) -> Iterator[tup
         yield "shared parameters", sharing
 
 
-def _axis_rows(strategy: Strategy, part: Summary) -> list[list[Row]]:
-    """Return the rows of each axis of a strategy: several if tp is arranged as a square or cube."""
-    left = iter(part["axes"])
-    groups = []
+def _communication(strategy: Strategy, part: Summary) -> list[Row]:
+    """Return the rows of each axis of a strategy, several if tp is arranged as a square or cube, and of its flags."""
+    left, rows = iter(part["axes"]), list[Row]()
     for axis in strategy.axes:
         shape = strategy.tensor_shape if axis.role == "tp" else ((axis.role, axis.size),)
         names = [f"{name}{size}" for name, size in shape]
-        rows = [(str(axis), f"arranged as {' x '.join(names)}")] if len(names) > 1 else []
-        groups.append(
-            rows + [(f"{a['axis']}{a['degree']}", a["communication"]) for _, a in zip(names, left, strict=False)]
-        )
-    return groups
-
-
-def _flag_rows(part: Summary) -> list[Row]:
-    return [(flag["flag"], flag["effect"]) for flag in part["flags"]]
+        rows += [(str(axis), f"arranged as {' x '.join(names)}")] if len(names) > 1 else []
+        rows += [(f"{one['axis']}{one['degree']}", one["communication"]) for _, one in zip(names, left, strict=False)]
+    return rows + [(flag["flag"], flag["effect"]) for flag in part["flags"]]
 
 
 def batch_rows(plan: Plan, batch_size: int, sample: str) -> list[Row]:

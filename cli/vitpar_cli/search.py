@@ -107,7 +107,16 @@ def search(
     batches = numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE)
     tabled = max(len(clusters), len(models), len(sizes)) > 1
     if tabled:
-        _refuse_single({"--out": out, "--report": report}, bool(cluster))
+        if single := "--out" if out else "--report" if report else None:
+            raise PlannerError(
+                f"{single} is of one search, but several clusters, models or image sizes are given: leave it out, or "
+                "give one of each"
+            )
+        if not cluster:
+            raise PlannerError(
+                "several models or image sizes are given, but profiles are of one model: add --cluster, as in "
+                "--cluster 8xH100"
+            )
     refuse_unwritable(out, report)
     refuse_undrawable(report)
     left_out = frozenset(word.lstrip("+") for word in _words(without))
@@ -203,25 +212,6 @@ def _table(
             searching = make_search(costs, (batch_size,), state, **{"seconds": ROW_SECONDS, **limits})
             length = machine.length(recipe, costs.hardware.ranks)
             yield best_row(where, searching, machine.budget(costs), length, progress)
-
-
-def _refuse_single(files: Mapping[str, Path | None], cluster: bool) -> None:
-    """Raise PlannerError for options that a table of several searches cannot use.
-
-    files: files of one search, by option.
-    cluster: whether --cluster is given.
-    """
-    for option, file in files.items():
-        if file is not None:
-            raise PlannerError(
-                f"{option} is of one search, but several clusters, models or image sizes are given: leave it out, or "
-                "give one of each"
-            )
-    if not cluster:
-        raise PlannerError(
-            "several models or image sizes are given, but profiles are of one model: add --cluster, as in --cluster "
-            "8xH100"
-        )
 
 
 def _train_command(

@@ -187,15 +187,11 @@ class _Opened:
             self.settings = settings = _Settings.model_validate(read_object(folder / SETTINGS))
         except ValidationError as error:
             raise DataError(f"'{folder / SETTINGS}' cannot be read: {first_line(error)}") from None
-        unusual = {
-            f"peft_type {shown(settings.peft_type)}": settings.peft_type != "LORA",
-            "use_dora": settings.use_dora,
-            "fan_in_fan_out": settings.fan_in_fan_out,
-            "lora_bias": settings.lora_bias,
-            "rank_pattern": bool(settings.rank_pattern),
-            "alpha_pattern": bool(settings.alpha_pattern),
-        }
-        if what := next((name for name, there in unusual.items() if there), None):
+        unusual = ["use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern"]
+        what = next((name for name in unusual if getattr(settings, name)), None)
+        if settings.peft_type != "LORA":
+            what = f"peft_type {shown(settings.peft_type)}"
+        if what:
             raise DataError(f"'{folder / SETTINGS}' has {what}, which vitpar does not support: merge it with peft")
         self.folder, self.shards = folder, Shards(folder, [TENSORS])
         if other := next((name for name in self.shards.shapes if not name.startswith(_PREFIX)), None):

@@ -342,29 +342,18 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
     Raises DataError or CheckpointError for missing files or parameters, and for other shapes.
     """
     wanted = {name: p for name, p in model.named_parameters() if name not in without}
-    if (folder / CHECKPOINT_INDEX).exists():
-        checkpoint = Checkpoint.open_whole(folder)
+    checkpoint = Checkpoint.open_whole(folder) if (folder / CHECKPOINT_INDEX).exists() else None
+    if checkpoint is not None and not isinstance(_saved_config(folder), LoRA):
         prefix = _prefix(checkpoint)
-        if isinstance(_saved_config(folder), LoRA):
-            weights = open_weights(folder)
-            for name, parameter in wanted.items():
-                copy_whole_(parameter, weights.read(model.config.owner(name)))
-        else:
-            owners = {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in model.config.shared.items()}
-            named = {f"{prefix}{name}": p.detach() for name, p in wanted.items()}
-            load_tensors(folder, named, checkpoint.index, owners)
-        model.parameters_changed()
-        return
-    shards = Shards.indexed(folder, INDEX)
-    for name, parameter in wanted.items():
-        name = model.config.owner(name)
-        if name not in shards.shapes:
-            raise DataError(f"'{folder}' lacks the parameter {name}: use weights of the same model")
-        if shards.shapes[name] != tuple(parameter.shape):
-            raise DataError(
-                f"{name} in '{folder}' has shape {list(shards.shapes[name])} but the model has {list(parameter.shape)}"
-            )
-        copy_whole_(parameter, shards.read(name))
+        owners = {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in model.config.shared.items()}
+        named = {f"{prefix}{name}": p.detach() for name, p in wanted.items()}
+        load_tensors(folder, named, checkpoint.index, owners)
+    else:
+        weights, owner = open_weights(folder), model.config.owner
+        needed = {owner(name): tuple(parameter.shape) for name, parameter in wanted.items()}
+        refuse_other_shapes(folder, weights.config.shapes, needed, exactly=False)
+        for name, parameter in wanted.items():
+            copy_whole_(parameter, weights.read(owner(name)))
     model.parameters_changed()
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from helpers.paths import ROOT
 
 MOST = {
-    "cli": 5_870,
+    "cli": 5_777,
     "experiments": 9_306,
     "src/vitpar": 1_589,
     "src/vitpar/bench": 601,
@@ -22,7 +22,7 @@ MOST = {
     "src/vitpar/strategy": 2_704,
     "src/vitpar/tasks": 2_902,
     "src/vitpar/training": 6_185,
-    "src/vitpar/weights": 2_028,
+    "src/vitpar/weights": 1_968,
     "tests": 39_052,
 }
 """Most lines of each part: a package, the files directly in `src/vitpar`, or another folder.

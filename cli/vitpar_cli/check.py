@@ -26,8 +26,6 @@ CLASSES = 10
 """Default number of classes of images."""
 VOCABULARY = 64
 """Default number of tokens in the vocabulary of text."""
-ROWS_SHOWN = {True: 1, False: 4}
-"""Rows of the table that are printed for each quantity, by whether the check has passed."""
 
 
 @o.shared(
@@ -130,7 +128,7 @@ def _print(result: "CheckResult") -> None:
     table = data_table("compared", "error", "allowed", "of", "magnitude", title=title)
     for quantity, group in result.quantities.items():
         table.add_section()
-        most = ROWS_SHOWN[result.passed]
+        most = 1 if result.passed else 4
         for row in group[:most]:
             table.add_row(row.name, f"{row.error:.1e}", f"{row.allowed:.1e}", row.metric, f"{row.magnitude:.2e}")
         if len(group) > most:

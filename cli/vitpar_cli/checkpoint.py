@@ -256,13 +256,12 @@ def export_command(
             assert checkpoint is not None
             files = export(checkpoint, out, shard_bytes=shard_bytes, averages=averages, progress=moved)
         elif format == "onnx":
-            from vitpar.weights.onnx import FILE, export_onnx
+            from vitpar.weights.exporting import ONNX, export_onnx
 
             error = export_onnx(weights, out)
-            files, notes = [out / FILE], [f"ONNX Runtime's logits differ from torch's by {error:.1e} of the largest"]
+            files, notes = [out / ONNX], [f"ONNX Runtime's logits differ from torch's by {error:.1e} of the largest"]
         else:
-            done = export_weights(weights, out, format, shard_bytes=shard_bytes, progress=moved)
-            files, notes = done.files, done.notes
+            files, notes = export_weights(weights, out, format, shard_bytes=shard_bytes, progress=moved)
     typer.echo(f"{what} written to {out}: {count(len(files), 'file')}")
     for note in notes:
         say(f"  {note}", indent=4)

@@ -1,4 +1,4 @@
-"""`vitpar data`: pack images or text into shards, index and verify shards, and describe their content."""
+"""`vitpar data` and `vitpar copy`: pack, index, verify and describe data sets; copy them to and from object storage."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
+from vitpar.copying import download, upload
 from vitpar.data.shards.index import Labels, index
 from vitpar.data.shards.manifest import read_manifest
 from vitpar.data.shards.pack import SKIPPED
@@ -19,12 +20,13 @@ from vitpar.data.sources.source import read_class_names
 from vitpar.data.survey import survey
 from vitpar.errors import DataError
 from vitpar.launch.resources import cpu_cores
+from vitpar.object_store import ObjectPath, parse_place
 from vitpar.recipe.request import RecipeRequest
 from vitpar.tasks.data import write_preview
 from vitpar.terminal import say
 from vitpar.text import count, printable, shown
 from vitpar_cli.data_pack import pack_images, pack_text, packing_progress
-from vitpar_cli.outputs import data_table, print_json, refuse_unwritable, warn
+from vitpar_cli.outputs import data_table, print_json, progress_bar, refuse_unwritable, warn
 from vitpar_cli.recipe_options import AsJson, Assignments, RecipeFile
 
 BAR = 20
@@ -280,3 +282,27 @@ def _span(numbers: Sequence[float]) -> str:
     """Return [minimum, three quartiles, maximum] as short text."""
     low, *middle, high = (f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in numbers)
     return low if low == high else f"{low} ({' '.join(middle)}) {high}"
+
+
+def copy(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder, or s3://BUCKET/FOLDER.")],
+    target: Annotated[str, typer.Argument(metavar="DST", help="The other: s3://BUCKET/FOLDER, or a new folder.")],
+) -> None:
+    """Copy a data set, a run, a checkpoint or weights to object storage (S3), or back.
+
+    A copy does not look complete before it is. Copies on a disk are verified: checkpoints by their checksums, data by
+    its index. Credentials and endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, …).
+
+    Example: vitpar copy data_shards/mine s3://bucket/mine
+    """
+    begin, end = parse_place(source), parse_place(target)
+    with progress_bar("copying") as bar:
+        if isinstance(begin, Path) and isinstance(end, ObjectPath):
+            if not begin.is_dir():
+                raise DataError(f"there is no folder '{source}': name the folder of a data set, a run or weights")
+            files = upload(begin, end, bar)
+        elif isinstance(begin, ObjectPath) and isinstance(end, Path):
+            files = download(begin, end, bar)
+        else:
+            raise DataError(f"one of '{source}' and '{target}' must be s3://BUCKET/FOLDER, and the other a folder")
+    typer.echo(f"copied {count(files, 'file')} to {end}")

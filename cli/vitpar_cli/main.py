@@ -20,14 +20,12 @@ from vitpar_cli import (
     bench,
     check,
     checkpoint,
-    copy,
     data,
     doctor,
     evaluate,
     galvatron,
     models,
     plan,
-    predict,
     probe,
     profile,
     runs,
@@ -49,15 +47,15 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
-app.command("predict")(predict.predict)
-app.command("features")(predict.features)
+app.command("predict")(evaluate.predict)
+app.command("features")(evaluate.features)
 app.command("probe")(probe.probe)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command("copy")(copy.copy)
+app.command("copy")(data.copy)
 app.add_typer(profile.app, name="profile")
 app.command("search")(search.search)
 app.command("scaling")(scaling.scaling)

@@ -26,8 +26,7 @@ from vitpar.text import count
 from vitpar.training.events import Reporter, RunHeader
 from vitpar.training.optim.state_memory import state_words
 from vitpar_cli.outputs import CADENCE, facts_table, print_words
-from vitpar_cli.plan_view import batch_rows, millions
-from vitpar_cli.rank_grid import draw_ranks
+from vitpar_cli.plan_view import batch_rows, draw_ranks, millions
 from vitpar_cli.recipe_words import recipe_rows
 
 BAR = 16

@@ -17,7 +17,7 @@ from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import parse, validate
 from vitpar.strategy.plan_json import read_plan
 from vitpar_cli.plan import plan
-from vitpar_cli.rank_grid import COLOURS, draw_ranks
+from vitpar_cli.plan_view import COLOURS, draw_ranks
 
 Run = Callable[..., str]
 

@@ -29,9 +29,8 @@ from vitpar.models.description import MadeTensor
 from vitpar.models.lora import A, B, LoRA
 from vitpar.text import count, shown
 from vitpar.weights.exporting import Format
-from vitpar.weights.foreign import FAMILIES
+from vitpar.weights.foreign import FAMILIES, ForeignWeights
 from vitpar.weights.shards import Shards, listed, read_object
-from vitpar.weights.sources import ForeignWeights
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """Names of peft's files."""

@@ -49,7 +49,7 @@ from vitpar.models.initial import copy_whole_
 from vitpar.models.lora import LoRA, adapters_of
 from vitpar.models.lora_layers import merged_parameter
 from vitpar.parallel import ParallelModel
-from vitpar.weights.shards import Shards, read_object, refuse_other_shapes
+from vitpar.weights.shards import Shards, read_object, read_weight_map, refuse_other_shapes
 
 INDEX = "model.safetensors.index.json"
 """File name of the index."""
@@ -288,7 +288,8 @@ def open_weights(folder: Path, averages: bool | None = None, *, merge: bool = Tr
             return read_whole(checkpoint, f"{prefix}{name}")
 
     else:
-        shards = Shards.indexed(folder, INDEX)
+        weight_map = read_weight_map(folder, INDEX)
+        shards = Shards(folder, dict.fromkeys(weight_map.values()), weight_map)
         shapes, read = shards.shapes, shards.read
     refuse_other_shapes(folder, shapes, parameter_shapes(config, most=len(shapes)), exactly=False)
     if not merge or not isinstance(config, LoRA):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
 
 from vitpar.errors import PlannerError, UserError
 from vitpar.io import parse_json
@@ -137,7 +138,9 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     plan = recipe.under(best.plan).plan(config)
     if not options.quiet:
         training = training_time(best, training_length(recipe))
-        show_choice(search_record(searching, result, limit, origin(), training=training, frontier=False))
+        found_plan = search_record(searching, result, limit, origin(), training=training, frontier=False)
+        show_choice(Console(highlight=False), found_plan)
+        typer.echo("")
     words = f"{speed_words(plan_record(best, costs))}, {size(best.memory_bytes)} of {size(limit)} per rank"
     return Chosen(plan, f"the plan was searched, predicted: {words}")
 

@@ -120,8 +120,7 @@ def info_command(path: Path_, as_json: AsJson = False) -> None:
     for group in _GROUPS:
         inside = [stored for name, stored in checkpoint.index.tensors.items() if name.partition(".")[0] == group]
         elements = [torch.Size(stored.shape).numel() for stored in inside]
-        widths = [getattr(torch, stored.dtype).itemsize for stored in inside]
-        size = sum(number * width for number, width in zip(elements, widths, strict=True))
+        size = sum(n * getattr(torch, stored.dtype).itemsize for n, stored in zip(elements, inside, strict=True))
         groups[group] = {"tensors": len(inside), "elements": sum(elements), "bytes": size}
     plan = str(read_plan(checkpoint.path / PLAN))
     record = {"path": str(checkpoint.path), **checkpoint.facts.model_dump(), "plan": plan, "tensors": groups}

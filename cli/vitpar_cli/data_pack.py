@@ -89,7 +89,10 @@ def _packed(folder: Path) -> Path:
         return folder
     target, (digest, needed) = PACKED / folder.resolve().name, _files(folder)
     record = {"folder": str(folder.resolve()), "files": digest}
-    known = _record(target)
+    try:
+        known = read_json(target / RECORD) if has_manifest(target) else {}
+    except (OSError, ValueError):  # other data, or a damaged record
+        known = {}
     if known == record:
         say(f"data       {target}, packed from {folder} before; no file has changed since")
         return target
@@ -127,12 +130,3 @@ def _files(folder: Path) -> tuple[str, int]:
             digest.update(line.encode(errors="surrogateescape"))
             total += found.st_size + 2048  # headers and padding of a tar
     return digest.hexdigest(), total
-
-
-def _record(target: Path) -> dict[str, str]:
-    """Return the record in packed data; an empty one if there is none."""
-    try:
-        record = read_json(target / RECORD) if has_manifest(target) else {}
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}

@@ -162,10 +162,7 @@ def _print(results: "Mapping[str, Evaluation]", task: Task, split: str, as_json:
         Console().print(table)
 
 
-Images = Annotated[
-    list[Path],
-    typer.Argument(metavar="IMAGE...", help="Image files; a folder stands for all images in it and its subfolders."),
-]
+IMAGES = "Image files; a folder stands for all images in it and its subfolders."
 AtOnce = Annotated[
     int | None, typer.Option("--batch-size", min=1, help=f"Images that are computed at a time.  \\[default: {AT_ONCE}]")
 ]
@@ -174,7 +171,7 @@ AtOnce = Annotated[
 @o.shared(asked=o.recipe("assignments", "precision", "own_model", "own_task"))
 def predict(
     asked: RecipeRequest,
-    images: Images,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help=IMAGES)],
     checkpoint: o.CheckpointDir,
     top: int = typer.Option(
         5, "--top", min=1, help="Number of classes to print, the most probable first (classification)."
@@ -250,9 +247,7 @@ def features(
     asked: RecipeRequest,
     checkpoint: o.CheckpointDir,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Parquet file to write.")],
-    images: list[Path] | None = typer.Argument(
-        None, metavar="[IMAGE...]", help="Image files; a folder stands for all images in it and its subfolders."
-    ),
+    images: list[Path] | None = typer.Argument(None, metavar="[IMAGE...]", help=IMAGES),
     split: str = typer.Option("val", "--data-split", help="Split of --data: val or train."),
     batch_size: AtOnce = None,
     device: o.DeviceName = None,

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -106,7 +106,8 @@ def _show_one(config: ModelConfig, as_json: bool) -> None:
     console.print(table)
     console.print(f"Parameters and GFLOPs of one layer; tokens x features that it gives.\n{FORWARD}")
     for setting in settings:
-        console.print(f"\n[bold]{setting['key']}[/bold]  {escape(_value(setting['value']))}")
+        value = "unset" if setting["value"] is None else json.dumps(setting["value"])
+        console.print(f"\n[bold]{setting['key']}[/bold]  {escape(value)}")
         if setting["effect"]:
             console.print(Padding(setting["effect"], (0, 0, 0, 4)), markup=False)
 
@@ -136,15 +137,6 @@ def _degrees(degrees: tuple[int, ...]) -> str:
     """Return degrees for a narrow column: the first few, and the largest."""
     words = [str(degree) for degree in degrees]
     return ", ".join(words if len(words) <= 5 else [*words[:3], "…", words[-1]])
-
-
-def _value(value: Any) -> str:
-    """Return a value as TOML; "unset" for None."""
-    if value is None:
-        return "unset"
-    if isinstance(value, float) and 0 < abs(value) < 1e-3:
-        return f"{value:g}"
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def recipes(

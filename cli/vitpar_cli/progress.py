@@ -251,11 +251,7 @@ class Sparkline:
         means = [total / count for total, count in zip(self._sums, self._counts, strict=True) if count]
         if len(means) < 2:
             return None
-        try:
-            BLOCKS.encode(encoding)
-            levels = BLOCKS
-        except (UnicodeEncodeError, LookupError):
-            levels = ASCII
+        levels = BLOCKS if encoding.lower().startswith("utf") else ASCII
         least, span = min(means), max(means) - min(means)
         places = [round((mean - least) / span * (len(levels) - 1)) if span else 0 for mean in means]
         return f"{''.join(levels[place] for place in places)}  {self._first:{form}} to {self._last:{form}}"

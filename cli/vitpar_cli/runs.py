@@ -84,22 +84,20 @@ def _cells(run: RunRecord, width: int, titled: bool) -> list[str]:
     if run.metric and (number := run.last(run.metric.name)) is not None:
         value = run.metric.shown(number, brief=True)
         metric = printable(value if titled else f"{run.metric.words} {value}")
-    steps, total = run.metrics.steps, run.total_steps
+    steps = run.metrics.steps
+    total = run.total_steps or steps
+    whole = f"{total:,}" if total < 100_000 else f"{total / 1000:,.0f}k"
     model, data = (Path(shown(run.recipe.get(key, "?"))).name for key in ("model.name", "data.path"))
     name, words = printable(run.name), printable(f"{model} under {shown(run.plan_words)} on {data}")
     return [
         run.state,
-        f"{steps:,}" if total in (None, steps) else f"{steps:,}/{_short(total)}",
+        f"{steps:,}" if total == steps else f"{steps:,}/{whole}",
         "–" if (loss := run.loss) is None else f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.1e}",
         metric,
         "–" if (rate := run.images_per_second) is None else f"{rate:,.0f}",
         rough_duration(run.age_seconds),
         f"{name}:\n      {words}" if len(name) + len(words) + 8 > width else f"{name}: {words}",
     ]
-
-
-def _short(number: int) -> str:
-    return f"{number:,}" if number < 100_000 else f"{number / 1000:,.0f}k"
 
 
 PORT = 8123

@@ -46,18 +46,17 @@ class SearchProgress(Status):
 
 
 def show(found: Record, written: Sequence[Path | None]) -> None:
-    """Print the best plan, its costs, what would help, other plans, why obvious ones are worse, and the files written.
+    """Print the best plan, its costs, why obvious ones are worse, what would help, other plans, and the files written.
 
     found: result of ``vitpar.planner.report.data.search_record``.
     """
     console, plans = Console(highlight=False), found["plans"]
-    _show_best(console, found)
+    show_choice(console, found)
     print_plans(console, "what would help", *gain_table(found["what_would_help"], plans[0]))
     rows = found["batch_sizes"]
     print_plans(console, "best plan for each batch size", *comparison_table(rows, hours_name(found["device_type"])))
     _print_prices(console, "next best", plans[1 : 1 + SHOWN], plans[0])
     _print_prices(console, "with less memory", found["frontier"][1:], plans[0])
-    _show_reasons(console, found)
     if noise := noise_words(plans[0]):
         console.print()
         print_words(console, noise, indent=0)
@@ -82,14 +81,6 @@ def show_comparison(rows: Sequence[Record], as_json: bool) -> None:
         print_plans(console, setup, *comparison_table(mine, "GPU-hours"))
 
 
-def show_choice(found: Record) -> None:
-    """Print the best plan, its costs and why obvious plans are worse, before a training run uses the plan."""
-    console = Console(highlight=False)
-    _show_best(console, found)
-    _show_reasons(console, found)
-    console.print()
-
-
 def show_prediction(found: Record) -> None:
     """Print the predicted speed, time and memory of a plan, and whether it fits into memory."""
     console, plan, budget = Console(highlight=False), plan_of(found), found["memory_budget_bytes"]
@@ -102,8 +93,8 @@ def show_prediction(found: Record) -> None:
     print_plans(console, "what would help", *gain_table(found["what_would_help"], found))
 
 
-def _show_best(console: Console, found: Record) -> None:
-    """Print the best plan, the source of its figures, and its costs."""
+def show_choice(console: Console, found: Record) -> None:
+    """Print the best plan, the source of its figures, its costs, and why obvious plans are worse."""
     best, looked = found["plans"][0], found["looked_at"]
     plan = plan_of(best)
     console.print(f"[bold]{plan}[/bold]", soft_wrap=True)
@@ -116,6 +107,9 @@ def _show_best(console: Console, found: Record) -> None:
     searched = f"{found['search_seconds']:.2f} s, {how}: {certainty(found)}"
     about = [("plan", f"{count(plan.microbatches or 1, 'micro-batch')}{pipeline}")]
     _print_figures(console, found, best, about, [("searched", searched)])
+    console.print("\nwhy not")
+    for reason in found["why_not"]:
+        print_words(console, f"  {reason['strategy']:<14} {why_words(reason, found)}", indent=17)
 
 
 def _print_figures(console: Console, found: Record, record: Record, about: Sequence[Row], last: Sequence[Row]) -> None:
@@ -130,12 +124,6 @@ def _print_figures(console: Console, found: Record, record: Record, about: Seque
     print_rows(console, rows)
     for note in remarks(found["notes"], found["training"], record):
         print_words(console, note, "yellow")
-
-
-def _show_reasons(console: Console, found: Record) -> None:
-    console.print("\nwhy not")
-    for reason in found["why_not"]:
-        print_words(console, f"  {reason['strategy']:<14} {why_words(reason, found)}", indent=17)
 
 
 def _parts(record: Record) -> str:

@@ -166,10 +166,6 @@ def _plan(text: str, config: ModelConfig, batch_size: int, ranks: int, microbatc
     return validated(plan, config, batch_size)
 
 
-COLUMNS = ("predicted", "measured", "error", "predicted", "measured", "error")
-"""Headings of the table: three for time, then three for memory."""
-
-
 def _show(found: dict[str, Any]) -> None:
     """Print a validation."""
     from vitpar.planner.report.accuracy import fullest, memory_error, time_error
@@ -188,7 +184,8 @@ def _show(found: dict[str, Any]) -> None:
         memory = ("", "") if most is None or error is None else (size(most), f"{error:+.1%}")
         time = duration(row["predicted_seconds"]), duration(row["measured_seconds"]), f"{time_error(row):+.1%}"
         lines.append((*time, size(row["predicted_memory_bytes"]), *memory, title_of(row)))
-    print_plans(console, "time of a step, and memory of the fullest rank", COLUMNS, lines)
+    headings = ("predicted", "measured", "error") * 2
+    print_plans(console, "time of a step, and memory of the fullest rank", headings, lines)
     text = {"time": off("time_error")}
     text |= {"expected": found["uncertainty"]["source"]} if found["uncertainty"] else {}
     text |= {} if best["mfu"] is None else {"MFU": f"{best['mfu'] * 100:.1f} % predicted for the fastest"}

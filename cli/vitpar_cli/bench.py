@@ -99,10 +99,9 @@ def bench(
         refuse_streamed_targets(merged, trained, config, chosen.plan)
     if profile is not None:
         make_folder(profile, "give --profile a writable folder")
-    length = steps, repeats, warmup
     run_in_world(
         *(chosen.plan.world_size, device_type, _bench),
-        *(merged, config, trained, chosen, images, length, begun, profile, as_json),
+        *(merged, config, trained, chosen, images, (steps, repeats, warmup), begun, profile, as_json),
     )
 
 

@@ -114,7 +114,7 @@ def pack_command(
     (pack_images if tokens is None else pack_text)(**given)
     if destination is None or dry_run:
         return
-    print_survey(destination)
+    print_survey(survey(destination))
     if tokens is None:
         typer.echo(f"train      {shlex.join(['vitpar', 'train', '--data', str(destination)])}")
         listing = destination / SKIPPED
@@ -143,7 +143,7 @@ def index_command(
     splits = {name: pattern for name, _, pattern in pairs} or None
     with packing_progress() as progress:
         index(folder, splits=splits, labels=labels, classes=names, workers=workers or cpu_cores(), progress=progress)
-    print_survey(folder)
+    print_survey(survey(folder))
 
 
 @app.command("verify")
@@ -203,7 +203,7 @@ def info_command(
     if as_json:
         print_json(content)
         return
-    print_survey(folder, content)
+    print_survey(content)
     if preview is not None:
         typer.echo(f"written    {preview}")
 
@@ -218,10 +218,8 @@ def refuse_options(given: Mapping[str, object], names: Sequence[str], reason: st
         raise DataError(f"--{wrong.replace('_', '-')} {reason}")
 
 
-def print_survey(folder: Path, content: dict[str, Any] | None = None) -> None:
-    """Print the survey of a data set. content: the survey if it is there already."""
-    if content is None:
-        content = survey(folder)
+def print_survey(content: dict[str, Any]) -> None:
+    """Print the survey of a data set."""
     console = Console()
     console.print(content["folder"], markup=False, soft_wrap=True)
     (_print_images if "classes" in content else _print_text)(console, content)

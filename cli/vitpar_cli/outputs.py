@@ -32,6 +32,8 @@ from vitpar.training import hub_weights
 
 CADENCE = 10.0
 """Minimum seconds between two lines of progress if stderr is not a terminal."""
+Row = tuple[str, str]
+"""Name and sentence."""
 
 
 def origin() -> dict[str, str]:
@@ -128,7 +130,7 @@ def print_words(console: Console, text: str, style: str = "", indent: int = 2) -
     console.print(Text(words, style), soft_wrap=True, highlight=False)
 
 
-def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+def print_rows(console: Console, rows: Iterable[Row]) -> None:
     """Print rows of a name and a sentence."""
     for name, words in rows:
         print_words(console, f"{name:<10} {words}", indent=11)

@@ -31,12 +31,10 @@ from vitpar.planner.describe import Summary, shown_axis
 from vitpar.runs.pages.maps import MOST_RANKS, axis_groups, layer_words
 from vitpar.strategy import Plan, Strategy, batch_arithmetic, place_of_rank, rank_of_place, stages_of_rank
 from vitpar.strategy.layout import mesh_axes, place
-from vitpar_cli.outputs import data_table, facts_table
+from vitpar_cli.outputs import Row, data_table, facts_table
 
 NAME_WIDTH = 20
 """Maximum columns of the names on the left."""
-Row = tuple[str, str]
-"""Name and sentence."""
 
 
 def show(config: ModelConfig, plan: Plan, summary: Summary, state: str) -> None:

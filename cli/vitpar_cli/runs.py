@@ -60,22 +60,13 @@ def runs(
     headings = ("state", "steps", "loss", printable(title), "samples/s", "age")
     rows = [_cells(run, console.width, titled=title != "metric") for run in found]
     print_plans(console, f"runs in {printable(str(folder))}", headings, rows, "run")
-    for line in _notes(found):
-        print_words(console, line, "dim")
-
-
-def _notes(found: list[RunRecord]) -> list[str]:
-    """Return the notes of runs, the newest first; once for several runs whose notes differ in numbers at most."""
-    alike: dict[str, list[RunRecord]] = {}
+    alike: dict[str, list[RunRecord]] = {}  # runs whose notes differ in numbers at most, the newest first
     for run in found:
         if run.note:
             alike.setdefault(re.sub(r"\d[\d.,]*", "0", run.note), []).append(run)
-    lines = []
-    for equal in alike.values():
-        newest = equal[0]
-        others = f" and {count(len(equal) - 1, 'more run')}" if len(equal) > 1 else ""
-        lines.append(f"{printable(shown(newest.name))}{others}: {printable(shown(newest.note))}")
-    return lines
+    for newest, *others in alike.values():
+        more = f" and {count(len(others), 'more run')}" if others else ""
+        print_words(console, f"{printable(shown(newest.name))}{more}: {printable(shown(newest.note))}", "dim")
 
 
 def _cells(run: RunRecord, width: int, titled: bool) -> list[str]:

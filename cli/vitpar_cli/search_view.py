@@ -24,12 +24,10 @@ from vitpar.planner.report.tables import comparison_notes, comparison_table
 from vitpar.planner.search.gains import PURPOSES
 from vitpar.planner.training_time import hours_name, training_rows
 from vitpar.text import count, either, size
-from vitpar_cli.outputs import Status, origin, origin_words, print_json, print_rows, print_words
+from vitpar_cli.outputs import Row, Status, origin, origin_words, print_json, print_rows, print_words
 
 Record = Mapping[str, Any]
 """A result, or a part of one, as JSON."""
-Row = tuple[str, str]
-"""Name and sentence."""
 SHOWN = 5
 """Number of plans that are listed after the best one."""
 

@@ -32,7 +32,7 @@ from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import Status, make_folder, origin, print_json, print_rows, refuse_unwritable, write
 from vitpar_cli.profiled import MachineOptions, machine_options, planned_recipe
 from vitpar_cli.search_view import model_words, print_origin, print_plans
-from vitpar_cli.world import run_ranks
+from vitpar_cli.world import run_in_world
 
 
 @o.shared(asked=o.recipe(*o.SUBJECT, "batch_size"), machine=machine_options("hardware", "model_profile"))
@@ -89,8 +89,8 @@ def validate(
         )
     prices = [price(plan, costs, images, moments(merged, costs.whole)) for plan in chosen]
     resolve(chosen[0], device_type)  # refuses more ranks than the launcher or the GPUs provide
-    run_ranks(
-        *(ranks, _validate),
+    run_in_world(
+        *(ranks, None, _validate),
         *(device_type, seconds, merged, costs, prices, out, corrected, as_json),
     )
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
+from rich.console import Console
 
 from vitpar.errors import PlannerError, UserError
 from vitpar.io import parse_json
@@ -45,7 +46,7 @@ from vitpar.strategy.plan_json import plan_from_json, plan_to_json
 from vitpar.terminal import complain
 from vitpar.text import shown, size
 from vitpar.training.optim.state_memory import moments
-from vitpar_cli.outputs import origin
+from vitpar_cli.outputs import make_folder, origin
 from vitpar_cli.profiled import PROFILES, MachineOptions, found, with_held
 from vitpar_cli.search_view import SearchProgress, show_choice
 
@@ -80,25 +81,19 @@ class PlanChooser:
                     option, mesh = f"--{name.replace('_', '-')}", shown(recipe.parallel.mesh)
                     raise PlannerError(f"{option} requires --mesh {AUTO}, but the mesh is '{mesh}': leave one out")
             chosen = choose_plan(recipe, config, device)
-        else:
-            chosen = self._searched(recipe, config, device, run)
-        if device == "cpu":
-            world, plan = find_world(), chosen.plan
-            refuse_impossible(recipe, config, plan, world.local_size if world else plan.world_size)
-        return chosen
-
-    def _searched(self, recipe: Recipe, config: ModelConfig, device: Device, run: Path | None) -> Chosen:
-        if idle := recipe.parallel.model_fields_set - {"mesh", "microbatches", "schedule"}:
+        elif idle := recipe.parallel.model_fields_set - {"mesh", "microbatches", "schedule"}:
             raise PlannerError(
                 f"parallel.{min(idle)} is searched with --mesh {AUTO}: leave it out, or give --mesh a strategy"
             )
-        # Refuses more ranks than the launcher or the GPUs provide.
-        ranks = resolve(parse(f"dp{self.ranks or default_ranks(device)}"), device).world_size
-
-        def find() -> Chosen:
-            return _plan_of_run(recipe, config, ranks, run) or _search(recipe, config, device, ranks, self)
-
-        chosen, self.store = _find_once(find)
+        else:
+            # Refuses more ranks than the launcher or the GPUs provide.
+            ranks = resolve(parse(f"dp{self.ranks or default_ranks(device)}"), device).world_size
+            chosen, self.store = _find_once(
+                lambda: _plan_of_run(recipe, config, ranks, run) or _search(recipe, config, device, ranks, self)
+            )
+        if device == "cpu":
+            world, plan = find_world(), chosen.plan
+            refuse_impossible(recipe, config, plan, world.local_size if world else plan.world_size)
         return chosen
 
 
@@ -143,7 +138,9 @@ def _search(recipe: Recipe, config: ModelConfig, device: Device, ranks: int, opt
     plan = recipe.under(best.plan).plan(config)
     if not options.quiet:
         training = training_time(best, training_length(recipe))
-        show_choice(search_record(searching, result, limit, origin(), training=training, frontier=False))
+        found_plan = search_record(searching, result, limit, origin(), training=training, frontier=False)
+        show_choice(Console(highlight=False), found_plan)
+        typer.echo("")
     words = f"{speed_words(plan_record(best, costs))}, {size(best.memory_bytes)} of {size(limit)} per rank"
     return Chosen(plan, f"the plan was searched, predicted: {words}")
 
@@ -217,13 +214,7 @@ def _find_or_measure(
             f"`{command}` first, or plan from a data sheet with --cluster"
         )
     complain(f"measuring {what}, once: a few minutes, saved to {target}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlannerError(
-            f"cannot make the folder {target.parent} for profiles: {error.strerror}: run in a writable folder, or "
-            "give profiles with --hardware and --model-profile"
-        ) from None
+    make_folder(target.parent, "run in a writable folder, or give profiles with --hardware and --model-profile")
     # -P: do not import modules from the current folder.
     command_line = [sys.executable, "-P", "-m", "vitpar_cli.main", "profile", *words, "--out", str(target)]
     code = subprocess.run(command_line, stdout=subprocess.DEVNULL, check=False).returncode

@@ -1,6 +1,5 @@
 """`vitpar check`: compare training under a plan with training in one process."""
 
-import json
 from typing import TYPE_CHECKING
 
 import typer
@@ -16,7 +15,7 @@ from vitpar.strategy.batch import schedule_objection, smallest_microbatch
 from vitpar.tasks import Task, task_class, task_of
 from vitpar.training.prepare import refuse_misfits
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import data_table, warn
+from vitpar_cli.outputs import data_table, print_json, warn
 from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ CLASSES = 10
 """Default number of classes of images."""
 VOCABULARY = 64
 """Default number of tokens in the vocabulary of text."""
-ROWS_SHOWN = {True: 1, False: 4}
-"""Rows of the table that are printed for each quantity, by whether the check has passed."""
 
 
 @o.shared(
@@ -106,7 +103,7 @@ def _check(
     result = check_plan(recipe, config, plan, device, task, tolerance=tolerance)
     if dist.get_rank() == 0:
         warn(chosen.because, compiling.because and f"blocks are not compiled: {compiling.because}")
-        typer.echo(json.dumps(result.to_json())) if as_json else _print(result)
+        print_json(result.to_json()) if as_json else _print(result)
     return 0 if result.passed else 1
 
 
@@ -131,7 +128,7 @@ def _print(result: "CheckResult") -> None:
     table = data_table("compared", "error", "allowed", "of", "magnitude", title=title)
     for quantity, group in result.quantities.items():
         table.add_section()
-        most = ROWS_SHOWN[result.passed]
+        most = 1 if result.passed else 4
         for row in group[:most]:
             table.add_row(row.name, f"{row.error:.1e}", f"{row.allowed:.1e}", row.metric, f"{row.magnitude:.2e}")
         if len(group) > most:

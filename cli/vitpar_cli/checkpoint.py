@@ -1,11 +1,10 @@
 """`vitpar checkpoint`: list, verify and compare checkpoints, export weights from them, and import weights."""
 
-import json
 import shlex
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -24,8 +23,11 @@ from vitpar.strategy.plan_json import read_plan
 from vitpar.terminal import say
 from vitpar.text import count
 from vitpar.training.saving.resume import changes, checkpoints_of, is_checkpoint
-from vitpar_cli.outputs import data_table, progress_bar, warn
+from vitpar_cli.outputs import data_table, print_json, print_rows, progress_bar, warn
 from vitpar_cli.recipe_options import AsJson
+
+if TYPE_CHECKING:
+    from vitpar.weights.folder import Weights
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -91,7 +93,7 @@ def list_command(run: Run, as_json: AsJson = False) -> None:
     for row in records:
         row["best"] = best is not None and best.step == row["step"]
     if as_json:
-        typer.echo(json.dumps(records))
+        print_json(records)
         return
     table = data_table("step", "samples", "written", "size", "files", "note")
     for row in records:
@@ -118,22 +120,21 @@ def info_command(path: Path_, as_json: AsJson = False) -> None:
     for group in _GROUPS:
         inside = [stored for name, stored in checkpoint.index.tensors.items() if name.partition(".")[0] == group]
         elements = [torch.Size(stored.shape).numel() for stored in inside]
-        widths = [getattr(torch, stored.dtype).itemsize for stored in inside]
-        size = sum(number * width for number, width in zip(elements, widths, strict=True))
+        size = sum(n * getattr(torch, stored.dtype).itemsize for n, stored in zip(elements, inside, strict=True))
         groups[group] = {"tensors": len(inside), "elements": sum(elements), "bytes": size}
     plan = str(read_plan(checkpoint.path / PLAN))
     record = {"path": str(checkpoint.path), **checkpoint.facts.model_dump(), "plan": plan, "tensors": groups}
     if as_json:
-        typer.echo(json.dumps(record))
+        print_json(record)
         return
     console, facts = Console(highlight=False), checkpoint.facts
     console.print(record["path"], markup=False, soft_wrap=True)
-    console.print(f"after      step {facts.step:,}, {facts.samples:,} samples")
-    console.print(f"plan       {plan}", markup=False)
+    rows = {"after": f"step {facts.step:,}, {facts.samples:,} samples", "plan": plan}
     if facts.loss_scale:
-        console.print(f"loss scale {facts.loss_scale.scale:,.10g}")
+        rows["loss scale"] = f"{facts.loss_scale.scale:,.10g}"
     if facts.best:
-        console.print(f"best       step {facts.best.step:,}, {facts.best.metric} {facts.best.value:.4g}")
+        rows["best"] = f"step {facts.best.step:,}, {facts.best.metric} {facts.best.value:.4g}"
+    print_rows(console, rows.items())
     table = data_table("", "tensors", "elements", "size")
     for group, sums in groups.items():
         table.add_row(group, f"{sums['tensors']:,}", f"{sums['elements']:,}", decimal(sums["bytes"]))
@@ -179,9 +180,7 @@ def diff_command(first: Path_, second: Path_, as_json: AsJson = False) -> None:
     if as_json:
         rows = [{"name": d.name, "largest": d.largest, "magnitude": d.magnitude} for d in apart]
         steps = [checkpoint.facts.step for checkpoint in (one, other)]
-        typer.echo(
-            json.dumps({"steps": steps, "recipe": list(changed.values()), "tensors": len(compared), "apart": rows})
-        )
+        print_json({"steps": steps, "recipe": list(changed.values()), "tensors": len(compared), "apart": rows})
     else:
         for words in changed.values():
             typer.echo(words)
@@ -220,68 +219,61 @@ def export_command(
 
     Example: vitpar checkpoint export runs/mine --format timm --out weights/mine
     """
-    from vitpar.weights.exporting import Format, export_weights
-    from vitpar.weights.folder import INDEX as WEIGHTS_INDEX
-    from vitpar.weights.folder import export, open_weights, weights_of
+    from vitpar.weights.exporting import export_weights
+    from vitpar.weights.folder import INDEX, export, open_weights
 
     _refuse_missing(path)
-    if adapters:
-        _export_adapters(path, out, format, averages=False if plain else None, shard_size=shard_size)
-        return
-    checkpoint = None if (path / WEIGHTS_INDEX).is_file() else _opened(path)
-    if checkpoint is None and format == "vitpar":
-        raise CheckpointError(f"'{path}' holds weights of vitpar already: name a library with --format")
-    if checkpoint is None and plain:
-        raise CheckpointError(f"--no-averages has no effect: '{path}' has one set of parameters")
-    if shard_size is not None and format in ("timm", "onnx"):
-        raise CheckpointError(f"--shard-size has no effect with --format {format}: leave it out")
+    saved = (path / INDEX).is_file()
+    for wrong, sentence in (
+        (adapters and format == "onnx", "--format onnx has no effect with --adapters: leave it out"),
+        (adapters and shard_size, "--shard-size has no effect with --adapters: leave it out"),
+        (
+            adapters and saved,
+            f"'{path}' holds weights, into which adapters are merged: name the run or a checkpoint",
+        ),
+        (saved and format == "vitpar", f"'{path}' holds weights of vitpar already: name a library with --format"),
+        (saved and plain, f"--no-averages has no effect: '{path}' has one set of parameters"),
+        (
+            shard_size and format in ("timm", "onnx"),
+            f"--shard-size has no effect with --format {format}: leave it out",
+        ),
+    ):
+        if wrong:
+            raise CheckpointError(sentence)
+    checkpoint = None if saved else _opened(path)
     averages, shard_bytes = False if plain else None, int(parse_size(shard_size or "5GB", "--shard-size"))
-    weights = open_weights(path) if checkpoint is None else weights_of(checkpoint, averages)
+    what = str(path) if checkpoint is None else f"step {checkpoint.facts.step:,}"
+    weights = open_weights(path if checkpoint is None else checkpoint.path, averages, merge=not adapters)
     notes: list[str] = []
     with progress_bar("writing") as moved:
-        if checkpoint is not None and format == "vitpar":
+        if adapters:
+            if not isinstance(config := weights.config, LoRA):
+                raise CheckpointError(f"'{path}' has no adapters: only runs with [lora] have them")
+            files = _export_adapters(weights, config, out, format)
+            what = f"adapters of {count(len(config.modules), 'linear layer')} at {what}"
+        elif format == "vitpar":
+            assert checkpoint is not None
             files = export(checkpoint, out, shard_bytes=shard_bytes, averages=averages, progress=moved)
         elif format == "onnx":
-            from vitpar.weights.onnx import FILE, export_onnx
+            from vitpar.weights.exporting import ONNX, export_onnx
 
             error = export_onnx(weights, out)
-            files, notes = [out / FILE], [f"ONNX Runtime's logits differ from torch's by {error:.1e} of the largest"]
+            files, notes = [out / ONNX], [f"ONNX Runtime's logits differ from torch's by {error:.1e} of the largest"]
         else:
-            library: Format = "timm" if format == "timm" else "transformers"
-            done = export_weights(weights, out, library, shard_bytes=shard_bytes, progress=moved)
-            files, notes = done.files, done.notes
-    what = str(path) if checkpoint is None else f"step {checkpoint.facts.step:,}"
+            files, notes = export_weights(weights, out, format, shard_bytes=shard_bytes, progress=moved)
     typer.echo(f"{what} written to {out}: {count(len(files), 'file')}")
     for note in notes:
         say(f"  {note}", indent=4)
 
 
-def _export_adapters(
-    path: Path, out: Path, format: ExportFormat, *, averages: bool | None, shard_size: str | None
-) -> None:
-    """Write the adapters of a checkpoint as files of peft."""
+def _export_adapters(weights: "Weights", config: LoRA, out: Path, format: ExportFormat) -> list[Path]:
+    """Write the adapters of a checkpoint as files of peft, and return them."""
     from vitpar.weights.adapters import adapter_files
-    from vitpar.weights.exporting import Format
-    from vitpar.weights.folder import INDEX as WEIGHTS_INDEX
-    from vitpar.weights.folder import RECIPE, weights_of, write_files
+    from vitpar.weights.folder import write_files
 
-    if format == "onnx" or shard_size is not None:
-        given = "--format onnx" if format == "onnx" else "--shard-size"
-        raise CheckpointError(f"{given} has no effect with --adapters: leave it out")
-    if (path / WEIGHTS_INDEX).is_file():
-        raise CheckpointError(f"'{path}' holds weights, into which adapters are merged: name the run or a checkpoint")
-    checkpoint = _opened(path)
-    weights = weights_of(checkpoint, averages, merge=False)
-    if not isinstance(config := weights.config, LoRA):
-        raise CheckpointError(f"'{path}' has no adapters: only runs with [lora] have them")
-    frozen = read_recipe(checkpoint.path / RECIPE).frozen(config)
-    trained = {*parameter_names(config.whole)} - frozen
-    library: Format | None = None
-    if format != "vitpar":
-        library = "timm" if format == "timm" else "transformers"
-    files = write_files(out, adapter_files(config, weights.read, trained, library))
-    names = count(len(config.modules), "linear layer")
-    typer.echo(f"adapters of {names} at step {checkpoint.facts.step:,} written to {out}: {count(len(files), 'file')}")
+    trained = {*parameter_names(config.whole)} - read_recipe(weights.folder / RECIPE).frozen(config)
+    library = format if format == "timm" or format == "transformers" else None
+    return write_files(out, adapter_files(config, weights.read, trained, library))
 
 
 @app.command("import")
@@ -352,7 +344,7 @@ def import_command(
     if as_json:
         files = [str(path) for path in done.files]
         config = config_to_json(c)
-        typer.echo(json.dumps({"format": done.format, "config": config, "files": files, "notes": done.notes}))
+        print_json({"format": done.format, "config": config, "files": files, "notes": done.notes})
         return
     typer.echo(
         f"{out}: from {done.format}'s names, {c.num_blocks} blocks, {c.parameters / 1e6:,.2f} M parameters, "

@@ -49,19 +49,15 @@ def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if not report["devices"]:
         yield "gpu", "none"
     yield "backends", ", ".join(name for name in ("gloo", "nccl") if report["distributed"][name]) or "none"
-    yield "launcher", "none" if world is None else world.get("error") or _world(world)
+    rank = "{launcher}, rank {rank} of {size}"
+    yield "launcher", "none" if world is None else world.get("error") or rank.format_map(world)
     yield "local ranks", f"2 ranks all-reduced in {local['seconds']} s" if local["ok"] else local["error"]
-    yield "limits", f"{_count(limits['open_files'])} open files, {_count(limits['user_processes'])} processes"
+    yield (
+        "limits",
+        f"{limits['open_files'] or 'unlimited'} open files, {limits['user_processes'] or 'unlimited'} processes",
+    )
     yield "shared memory", _size(limits["shared_memory_bytes"])
     yield "C++ compiler", report["compiler"] or "none"
-
-
-def _world(world: dict[str, Any]) -> str:
-    return f"{world['launcher']}, rank {world['rank']} of {world['size']}"
-
-
-def _count(limit: int | None) -> str:
-    return "unlimited" if limit is None else str(limit)
 
 
 def _size(count: int | None) -> str:

@@ -1,11 +1,11 @@
 """Output of `vitpar train --dry-run`: the merged recipe, the plan, and last the predicted memory and warnings."""
 
-import json
 import sys
 from collections.abc import Callable
 
 import torch
 import typer
+from rich.console import Console
 
 from vitpar.launch import find_world
 from vitpar.planner.describe import summarize
@@ -18,10 +18,10 @@ from vitpar.terminal import say
 from vitpar.text import count
 from vitpar.training.optim.state_memory import frozen_bytes, state_bytes, state_words
 from vitpar.training.prepare import Prepared
-from vitpar_cli.outputs import warn
+from vitpar_cli.outputs import print_json, print_rows, warn
 from vitpar_cli.plan_view import millions, show
+from vitpar_cli.progress import Sparkline
 from vitpar_cli.recipe_words import lr_words
-from vitpar_cli.sparkline import Sparkline
 
 POINTS = 200
 """Steps whose learning rate and other schedules are drawn."""
@@ -51,7 +51,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
             "plan": plan_to_json(plan),
             "predicted_memory_bytes": round(fullest.total),
         }
-        typer.echo(json.dumps(record))
+        print_json(record)
         return
     typer.echo(recipe.to_toml())
     state = state_bytes(recipe, config)
@@ -69,9 +69,7 @@ def show_dry_run(run: Prepared, *, as_json: bool) -> None:
         "time": duration_words(recipe, config, plan, rate.run.steps, run.device_type),
         "plan": run.reason,
     }
-    for name, words in rows.items():
-        if words:
-            say(f"{name:<11}{words}", indent=11)
+    print_rows(Console(highlight=False), ((name, words) for name, words in rows.items() if words))
     local_ranks = world.local_size if world is not None else plan.world_size
     lacking = memory_warning(recipe, config, plan, torch.device(run.device_type), local_ranks)
     warn(*run.warnings, lacking, large_batch_warning(recipe, len(run.train_set)))

@@ -16,7 +16,7 @@ from vitpar.strategy.plan_json import plan_to_json, read_json, write_plan, write
 from vitpar.terminal import say
 from vitpar.text import count
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import origin, origin_words, refuse_unwritable
+from vitpar_cli.outputs import origin, origin_words, print_json, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe
 
 LEFT_OUT = "The file does not say the precision, nor whether tp has +sp. Keys that it lacks have Galvatron's defaults."
@@ -56,7 +56,7 @@ def import_command(
         write_plan(out, read.plan)
     if as_json:
         plan = {"plan": plan_to_json(read.plan), "strategy": str(read.plan), "batch_size": read.batch_size}
-        typer.echo(json.dumps({**origin(), **plan, "blocks": read.num_blocks, "notes": notes}))
+        print_json({**origin(), **plan, "blocks": read.num_blocks, "notes": notes})
         return
     typer.echo(f"{read.plan}")
     typer.echo(origin_words(origin()))

@@ -4,43 +4,40 @@ Each command or command group has its own file. This file combines them and prin
 """
 
 import os
+import re
 import sys
+from itertools import pairwise
 from typing import Any
 
 import typer
 from typer.core import TyperOption
 from typer.exceptions import TyperException
 
-from vitpar.errors import UserError
+from vitpar.errors import RecipeError, UserError
 from vitpar.io import user_path
+from vitpar.text import nearest, shown
 from vitpar_cli import (
     bench,
-    board,
     check,
     checkpoint,
-    copy,
     data,
     doctor,
     evaluate,
-    features,
     galvatron,
     models,
     plan,
-    predict,
     probe,
     profile,
-    recipes,
-    report,
     runs,
     scaling,
     search,
-    settings,
     train,
     validate,
 )
 from vitpar_cli.program import run_program
-from vitpar_cli.usage import sentence
 
+_POSITIONAL = {"train": "--mesh", "check": "--mesh", "bench": "--mesh", "eval": "--checkpoint"}
+"""Option, by command, whose value users give as a positional argument by mistake."""
 app = typer.Typer(
     name="vitpar",
     no_args_is_help=True,
@@ -50,26 +47,26 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("eval")(evaluate.evaluate)
-app.command("predict")(predict.predict)
-app.command("features")(features.features)
+app.command("predict")(evaluate.predict)
+app.command("features")(evaluate.features)
 app.command("probe")(probe.probe)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
-app.command("copy")(copy.copy)
+app.command("copy")(data.copy)
 app.add_typer(profile.app, name="profile")
 app.command("search")(search.search)
 app.command("scaling")(scaling.scaling)
 app.command("validate")(validate.validate)
 app.add_typer(galvatron.app, name="galvatron")
 app.command("models")(models.models)
-app.command("recipes")(recipes.recipes)
-app.command("settings")(settings.settings)
-app.command("report")(report.report)
+app.command("recipes")(models.recipes)
+app.command("settings")(models.settings)
+app.command("report")(runs.report)
 app.command("runs")(runs.runs)
-app.command("board")(board.board)
+app.command("board")(runs.board)
 app.command("doctor")(doctor.doctor)
 
 
@@ -115,7 +112,47 @@ def _run() -> int:
     except TyperException as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the help is already printed
             return 2
-        raise UserError(sentence(error)) from None
+        raise UserError(_sentence(error)) from None
+
+
+def _sentence(error: TyperException) -> str:
+    """Return a message that says what is wrong and what to do, in vitpar's style."""
+    context: Any = getattr(error, "ctx", None)
+    command = context.command_path if context else "vitpar"
+    options = [name for option in context.command.params for name in option.opts] if context else []
+    unknown = getattr(error, "option_name", None)
+    if unknown is not None and "such option" in error.message:
+        return f"{command} has no option {shown(unknown)}{_instead(unknown, options)}"
+    if extra := re.search(r"unexpected extra arguments? ?\(?s?\)? \((.*)\)", error.message):
+        flags = [name for option in context.command.params if getattr(option, "is_flag", False) for name in option.opts]
+        for before, after in pairwise(sys.argv):
+            if before in flags and after == extra[1]:
+                return f"{before} takes no value: leave {shown(after)} out"
+        name = _POSITIONAL.get(context.info_name if context else "")
+        remedy = f"give it as {name} {shown(extra[1])}" if name else f"see `{command} --help`"
+        return f"unexpected argument {shown(extra[1])}: {remedy}"
+    text = error.format_message().rstrip(".")
+    if (name := _POSITIONAL.get(context.info_name if context else "")) and name in text and (given := _positional()):
+        return f"unexpected argument {shown(given)}: give it as {name} {shown(given)}"
+    return f"{text[:1].lower()}{text[1:]}: see `{command} --help`"
+
+
+def _positional() -> str | None:
+    """Return the first argument of the command if it is no option."""
+    arguments = sys.argv[2:3]
+    return arguments[0] if arguments and not arguments[0].startswith("-") else None
+
+
+def _instead(option: str, options: list[str]) -> str:
+    """Return a hint such as `: use --set optimizer.lr=VALUE` for a setting, else the nearest option or `--help`."""
+    if "--set" in options:
+        from vitpar.recipe.reference import find
+
+        try:
+            return f": use --set {find(option.lstrip('-').replace('-', '_'))[0].key}=VALUE"
+        except RecipeError:
+            pass
+    return nearest(option, options) or ": see --help"
 
 
 def main() -> None:

@@ -1,7 +1,9 @@
-"""`vitpar models`: list the models, or show what one consists of."""
+"""`vitpar models`, `vitpar recipes` and `vitpar settings`: what a recipe can name."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -11,10 +13,14 @@ from rich.padding import Padding
 from vitpar.errors import ModelError
 from vitpar.models import ModelConfig, model_config
 from vitpar.models.families import FAMILIES, common_tp, kinds, options, published, size
+from vitpar.planner.training_time import CLUSTER, MESH, gpu_hours, hours
+from vitpar.recipe import reference
+from vitpar.recipe.file import shipped_recipe, shipped_recipes
 from vitpar.recipe.sections.input import ModelSection
 from vitpar.text import shown
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import data_table
+from vitpar_cli.outputs import data_table, print_json, print_rows
+from vitpar_cli.profiled import InputRate
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,7 +57,7 @@ def models(
         _show_one(model_config(name), as_json)
         return
     if as_json:
-        typer.echo(json.dumps({"models": listed}))
+        print_json({"models": listed})
         return
     table, family = _table("model", "parameters", "GFLOPs", "tokens", "image"), ""
     for one in listed:
@@ -76,7 +82,7 @@ def _show_one(config: ModelConfig, as_json: bool) -> None:
         for key, effect in options(config).items()
     ]
     if as_json:
-        typer.echo(json.dumps({**whole, "tp": tp, "layers": layers, "options": settings}))
+        print_json({**whole, "tp": tp, "layers": layers, "options": settings})
         return
     console = Console(highlight=False)
     facts = {
@@ -88,8 +94,7 @@ def _show_one(config: ModelConfig, as_json: bool) -> None:
         "tokens": f"{_span(*whole['tokens'])}, of {_span(*whole['features'])} features",
         "tp": f"{_degrees(tp)} divide all layers" if tp else "no degree divides all layers",
     }
-    for word, fact in facts.items():
-        console.print(f"{word:<12}{fact}", markup=False)
+    print_rows(console, facts.items())
     table = _table("kind", "layers", "parameters", "GFLOPs", "gives", "tp")
     for kind in layers:
         shape, degrees = f"{kind['tokens']:,} x {kind['features']:,}", kind["tp"]
@@ -101,7 +106,8 @@ def _show_one(config: ModelConfig, as_json: bool) -> None:
     console.print(table)
     console.print(f"Parameters and GFLOPs of one layer; tokens x features that it gives.\n{FORWARD}")
     for setting in settings:
-        console.print(f"\n[bold]{setting['key']}[/bold]  {escape(_value(setting['value']))}")
+        value = "unset" if setting["value"] is None else json.dumps(setting["value"])
+        console.print(f"\n[bold]{setting['key']}[/bold]  {escape(value)}")
         if setting["effect"]:
             console.print(Padding(setting["effect"], (0, 0, 0, 4)), markup=False)
 
@@ -133,10 +139,73 @@ def _degrees(degrees: tuple[int, ...]) -> str:
     return ", ".join(words if len(words) <= 5 else [*words[:3], "…", words[-1]])
 
 
-def _value(value: Any) -> str:
-    """Return a value as TOML; "unset" for None."""
-    if value is None:
-        return "unset"
-    if isinstance(value, float) and 0 < abs(value) < 1e-3:
-        return f"{value:g}"
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
+def recipes(
+    name: str | None = typer.Argument(None, metavar="NAME", help="A shipped recipe, to show its file."),
+    images_per_second: InputRate = None,
+    as_json: o.AsJson = False,
+) -> None:
+    """List the shipped recipes with the results that were published, or show one with its file and duration.
+
+    GPU-hours are predicted for a machine of eight H100 under dp8, without evaluation, and without waiting for images
+    unless their rate is given. They are shown of one recipe, and of all with that rate, with --json and in the docs.
+
+    Example: vitpar recipes
+
+    Example: vitpar recipes deit_small
+    """
+    listed = shipped_recipes() if name is None else [shipped_recipe(name)]
+    predicted = partial(gpu_hours, images_per_second=images_per_second)
+    if as_json:
+        print_json(
+            {"recipes": [{"name": one.name, **asdict(one.about), "gpu_hours": predicted(one)} for one in listed]}
+        )
+        return
+    console = Console(highlight=False)
+    if name is None:
+        timed = images_per_second is not None  # a prediction describes models, which takes seconds
+        table = data_table("recipe", "training", "published", "here", *["GPU-hours"] * timed)
+        table.columns[0].no_wrap, table.columns[0].min_width = True, max(len(one.name) for one in listed)
+        for one in listed:
+            here = one.about.here.rpartition("; ")[2]
+            times = [hours(predicted(one))] if timed else []
+            table.add_row(one.name, one.about.title, one.about.published, here, *times)
+        console.print(table)
+        console.print(
+            "published: by the source; here: by vitpar. Source, duration and file of one: vitpar recipes deit_small"
+        )
+        return
+    (one,) = listed
+    waiting = "" if images_per_second else ", without waiting for images (--images-per-second)"
+    facts = {
+        "source": one.about.source,
+        "published": one.about.published,
+        "here": one.about.here,
+        "GPU-hours": f"{hours(predicted(one))}, predicted for {CLUSTER} under {MESH}{waiting}",
+        "train": f"vitpar train --recipe {name} --data {one.recipe().data.path} --mesh {MESH}",
+    }
+    print_rows(console, facts.items())
+    typer.echo(f"\n{one.path.read_text()}", nl=False)
+
+
+def settings(
+    key: str | None = typer.Argument(None, metavar="KEY", help="A setting, such as train.batch_size, or a section."),
+    as_json: o.AsJson = False,
+) -> None:
+    """Print settings of recipes: type, default and effect.
+
+    Example: vitpar settings optimizer
+
+    Example: vitpar settings train.precision
+    """
+    listed = list(reference.settings()) if key is None else reference.find(key)
+    if as_json:
+        print_json([asdict(one) for one in listed])
+        return
+    console, section = Console(highlight=False), ""
+    for one in listed:
+        name = one.key.partition(".")[0]
+        if name != section:
+            console.print(f"{chr(10) * bool(section)}[bold]\\[{name}][/bold]  {reference.about(name)}")
+            section = name
+        console.print(f"\n[bold]{one.key}[/bold]  {escape(f'{one.kind}, default {one.default}')}")
+        console.print(Padding(one.effect, (0, 0, 0, 4)), markup=False)

@@ -5,6 +5,8 @@ Files that cannot be written are refused before a command does any work.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shlex
 import sys
@@ -30,6 +32,8 @@ from vitpar.training import hub_weights
 
 CADENCE = 10.0
 """Minimum seconds between two lines of progress if stderr is not a terminal."""
+Row = tuple[str, str]
+"""Name and sentence."""
 
 
 def origin() -> dict[str, str]:
@@ -50,30 +54,16 @@ def refuse_undrawable(report: Path | None) -> None:
         library()
 
 
-class ProgressLines:
-    """Printer of progress lines on stderr: all lines on a terminal, otherwise at most one in CADENCE seconds.
+class Status:
+    """Activity of a command on stderr: one live line on a terminal, otherwise a plain line every CADENCE seconds.
 
-    eager: whether the first line is printed at once.
+    shown: whether there is any.
     clock: function that returns monotonic seconds.
     """
 
-    def __init__(self, eager: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._printed = clock, float("-inf") if eager else clock()
-
-    def __call__(self, line: str) -> None:
-        now = self._clock()
-        if is_terminal(sys.stderr) or now - self._printed >= CADENCE:
-            self._printed = now
-            typer.echo(line, err=True)
-
-
-class Status:
-    """Activity of a command on stderr: one live line on a terminal, otherwise an occasional plain line."""
-
-    def __init__(self, shown: bool = True) -> None:
-        live = is_terminal(sys.stderr)
-        self._live = Console(stderr=True).status("") if shown and live else None
-        self._lines = None if live or not shown else ProgressLines(eager=False)
+    def __init__(self, shown: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self._live = Console(stderr=True).status("") if shown and is_terminal(sys.stderr) else None
+        self._clock, self._printed = clock, clock() if shown else math.inf
 
     def __enter__(self) -> Self:
         if self._live:
@@ -88,8 +78,9 @@ class Status:
         """Show the current activity, in words."""
         if self._live:
             self._live.update(words)
-        elif self._lines:
-            self._lines(words)
+        elif (now := self._clock()) - self._printed >= CADENCE:
+            self._printed = now
+            typer.echo(words, err=True)
 
 
 @contextmanager
@@ -99,8 +90,8 @@ def progress_bar(label: str, shown: bool = True) -> Iterator[Callable[..., Any]]
     It is a bar on a terminal, and lines elsewhere. shown: whether there is one.
     """
     if not (shown and is_terminal(sys.stderr)):
-        lines = ProgressLines(eager=False) if shown else str
-        yield lambda done, total, words=label: lines(f"{words} {done:,}/{total:,}")
+        status = Status(shown)
+        yield lambda done, total, words=label: status.tell(f"{words} {done:,}/{total:,}")
         return
     from rich.progress import Progress
 
@@ -139,9 +130,26 @@ def print_words(console: Console, text: str, style: str = "", indent: int = 2) -
     console.print(Text(words, style), soft_wrap=True, highlight=False)
 
 
-def data_table(*headings: str, title: str | None = None) -> Table:
-    """Return an empty table in the style of all commands: a line below the headings, no frame."""
-    return Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left")
+def print_rows(console: Console, rows: Iterable[Row]) -> None:
+    """Print rows of a name and a sentence."""
+    for name, words in rows:
+        print_words(console, f"{name:<10} {words}", indent=11)
+
+
+def print_json(record: object) -> None:
+    """Print one JSON object."""
+    typer.echo(json.dumps(record))
+
+
+def data_table(*headings: str, numbers: Iterable[str] = (), title: str | None = None) -> Table:
+    """Return an empty table in the style of all commands: a line below the headings, no frame.
+
+    numbers: headings of further columns, which are aligned on the right and do not wrap.
+    """
+    table = Table(*headings, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, title=title, title_justify="left")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def facts_table(rows: Iterable[tuple[str, str | Text]], width: int | None = None) -> Table:
@@ -162,6 +170,17 @@ def refuse_unwritable(*paths: Path | None) -> None:
         folder = path.absolute().parent
         if not folder.is_dir() or path.is_dir() or not os.access(folder, os.W_OK):
             raise PlannerError(f"cannot write {path}: give a file in a writable folder")
+
+
+def make_folder(folder: Path, remedy: str) -> None:
+    """Make a folder for files unless it is there. Raises PlannerError with the `remedy` if that fails."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(folder, os.W_OK) else "Permission denied"
+    except OSError as error:
+        reason = error.strerror
+    if reason:
+        raise PlannerError(f"cannot write into '{folder}' ({reason}): {remedy}")
 
 
 def write(path: Path, text: str) -> None:

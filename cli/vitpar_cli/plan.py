@@ -1,6 +1,5 @@
 """`vitpar plan`: show the effect of a strategy on a model without running it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from vitpar.text import count, shown
 from vitpar.training.optim.state_memory import frozen_bytes, moments, state_bytes, state_words
 from vitpar.training.prepare import refuse_misfits
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import origin, warn
+from vitpar_cli.outputs import origin, print_json, warn
 from vitpar_cli.plan_view import show
 from vitpar_cli.profiled import MachineOptions, machine_options, planned_recipe, with_held
 from vitpar_cli.search_view import show_prediction
@@ -98,7 +97,7 @@ def plan(
     if out is not None:
         write_plan(out, made)
     if as_json:
-        typer.echo(json.dumps(summary))
+        print_json(summary)
         return
     show(config, made, summary, state_words(merged))
     if whole is not None:

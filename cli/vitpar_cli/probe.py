@@ -1,8 +1,7 @@
 """`vitpar probe`: linear classifiers and nearest neighbours on the features that `vitpar features` writes."""
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,10 +10,7 @@ from vitpar.errors import RecipeError
 from vitpar.launch.resources import choose_device
 from vitpar.text import count, shown
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import data_table, progress_bar, warn
-
-if TYPE_CHECKING:
-    pass
+from vitpar_cli.outputs import data_table, print_json, progress_bar, warn
 
 
 def _numbers(text: str, kind: type, option: str) -> tuple[Any, ...]:
@@ -107,7 +103,7 @@ def probe(
         "neighbours": [{"neighbours": k, "top1": share} for k, share in zip(counts, shares, strict=True)],
         "weights": None if out is None else str(out),
     }
-    typer.echo(json.dumps(record)) if as_json else _show(record)
+    print_json(record) if as_json else _show(record)
 
 
 def _show(record: dict[str, Any]) -> None:

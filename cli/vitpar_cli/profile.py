@@ -27,7 +27,7 @@ from vitpar.text import count
 from vitpar_cli import recipe_options as o
 from vitpar_cli.outputs import data_table, print_words, progress_bar, refuse_unwritable
 from vitpar_cli.profiled import planned_recipe
-from vitpar_cli.world import run_in_world, run_ranks
+from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def model(
     config = model_of(merged, num_classes, 10)
     refuse_unwritable(out)
     ranks = largest if device_type == "cpu" else 1
-    run_ranks(ranks, _model, device_type, merged, config, largest, seconds, out, as_json)
+    run_in_world(ranks, None, _model, device_type, merged, config, largest, seconds, out, as_json)
 
 
 def _model(
@@ -159,8 +159,7 @@ def _show_hardware(profile: Hardware, out: Path) -> None:
         rates = (f"{round((t.size / 2) ** (1 / 3))}: {t.size / t.seconds / 1e9:,.1f}" for t in matmul.timings)
         table.add_row(matmul.dtype, "  ".join(rates))
     console.print(table)
-    copies = (profile.copy_,) if profile.copy_ else ()
-    for copy in copies:
+    if copy := profile.copy_:
         fastest = max(t.size / t.seconds for t in copy.timings)
         console.print(f"memory     {fastest / 1e9:,.1f} GB/s read and written")
     if profile.links:
@@ -170,7 +169,7 @@ def _show_hardware(profile: Hardware, out: Path) -> None:
             f"overlap    matrix products take {overlap.compute:.2f} times as long, "
             f"an all-reduce {overlap.communication:.2f} times",
         )
-    curves = [*profile.matmuls, *copies, *profile.links]
+    curves = [*profile.matmuls, *([copy] if copy else []), *profile.links]
     _close(console, [timing for curve in curves for timing in curve.timings], out)
 
 
@@ -181,16 +180,15 @@ def _show_model(profile: ModelProfile, out: Path) -> None:
     console.print(f"{profile.model['name']} in {profile.precision} on {profile.device_name}{beside}")
     several = len({layer.layer for layer in profile.layers}) > 3
     title = "a block on the first rank, without communication"
-    table = data_table(*(["block"] if several else []), "strategy", "rows", title=title)
-    for heading in ("forward ms", "backward ms", "samples/s", "saved MB"):
-        table.add_column(heading, justify="right")
+    numbers = ("forward ms", "backward ms", "samples/s", "saved MB")
+    table = data_table(*["block"] * several, "strategy", "rows", numbers=numbers, title=title)
     for layer in profile.layers:
         if kinds[layer.layer].is_block and layer.wrapped == always_wrapped(layer.tensor):
             rows = layer.forward.timings[-1].size
             times = [curve.timings[-1].seconds for curve in (layer.forward, layer.backward)]
             figures = (f"{times[0] * 1e3:,.2f}", f"{times[1] * 1e3:,.2f}", f"{rows / sum(times):,.0f}")
             table.add_row(
-                *([layer.layer] if several else []),
+                *[layer.layer] * several,
                 layer.tensor + CHECKPOINTS[layer.checkpoint],
                 str(rows),
                 *figures,

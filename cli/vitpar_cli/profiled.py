@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -34,16 +35,13 @@ PROFILES = Path("runs/profiles")
 """Folder for the profiles that `vitpar train --mesh auto` measures."""
 
 
-def _option(flag: str, metavar: str, text: str, **limits: Any) -> Any:
-    """Return an option. text: its help. limits: least and largest value, as for `typer.Option`."""
-    return typer.Option(flag, metavar=metavar, help=text, **limits)
+def _option(flag: str, metavar: str, text: str, **settings: Any) -> Any:
+    """Return an option. text: its help. settings: others of `typer.Option`."""
+    return typer.Option(flag, metavar=metavar, help=text, **settings)
 
 
-def _condition(flag: str, metavar: str, least: float, most: float, text: str) -> Any:
-    """Return an option about failures or money."""
-    return typer.Option(flag, metavar=metavar, min=least, max=most, help=text, rich_help_panel="Failures and money")
-
-
+_condition = partial(_option, rich_help_panel="Failures and money")
+"""Return an option about failures or money."""
 _RATE = "Images that a machine decodes and augments in a second, as `vitpar train --dry-run` says: count waiting."
 _FAILURES = "Mean hours between failures of one device, such as 50000: predict checkpoints and useful time."
 _PRICE = "Price of an hour of one device, in any currency: predict the cost of the training."
@@ -70,10 +68,10 @@ class MachineOptions:
     cluster: Annotated[str | None, _option("--cluster", "NAME", _CLUSTER)] = None
     num_classes: Annotated[int | None, typer.Option("--num-classes", min=1, help=_CLASSES)] = None
     memory: Annotated[str | None, _option("--memory", "SIZE", _MEMORY)] = None
-    mtbf: Annotated[float | None, _condition("--mtbf", "HOURS", 1e-3, 1e12, _FAILURES)] = None
-    hour_price: Annotated[float | None, _condition("--price", "AMOUNT", 0, 1e12, _PRICE)] = None
-    stall: Annotated[float | None, _condition("--stall", "SECONDS", 1e-6, 1e6, _STALL)] = None
-    restart: Annotated[float | None, _condition("--restart", "SECONDS", 0, 1e6, _RESTART)] = None
+    mtbf: Annotated[float | None, _condition("--mtbf", "HOURS", _FAILURES, min=1e-3, max=1e12)] = None
+    hour_price: Annotated[float | None, _condition("--price", "AMOUNT", _PRICE, min=0, max=1e12)] = None
+    stall: Annotated[float | None, _condition("--stall", "SECONDS", _STALL, min=1e-6, max=1e6)] = None
+    restart: Annotated[float | None, _condition("--restart", "SECONDS", _RESTART, min=0, max=1e6)] = None
     images_per_second: InputRate = None
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from math import isfinite
 from typing import Any
 
 from rich import box
@@ -22,21 +22,23 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from vitpar.planner.cost.pipeline import idle_share
-from vitpar.strategy import batch_arithmetic
 from vitpar.text import count
 from vitpar.training.events import Reporter, RunHeader
 from vitpar.training.optim.state_memory import state_words
 from vitpar_cli.outputs import CADENCE, facts_table, print_words
-from vitpar_cli.plan_view import batch_words, millions, pipeline_words
-from vitpar_cli.rank_grid import draw_ranks
+from vitpar_cli.plan_view import batch_rows, draw_ranks, millions
 from vitpar_cli.recipe_words import recipe_rows
-from vitpar_cli.sparkline import Sparkline
 
 BAR = 16
 """Columns of the bar. A terminal without room for it has none."""
 PLAIN_WIDTH = 100
 """Width of the header in columns if there is no terminal."""
+COLUMNS = 40
+"""Characters of a sparkline at most."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+"""Characters from the smallest to the largest value."""
+ASCII = "_.-~=+*#"
+"""Characters for a terminal that has no `BLOCKS`."""
 
 
 class ConsoleReporter(Reporter):
@@ -217,6 +219,44 @@ class ConsoleReporter(Reporter):
         return _duration(max(0.0, (at - then) / (step - first) * (self._header.steps - step) - (now - at)))
 
 
+class Sparkline:
+    """Means of a number over equal parts of a run.
+
+    steps: steps of the complete run.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = max(1, steps)
+        self._sums = [0.0] * COLUMNS
+        self._counts = [0] * COLUMNS
+        self._first: float | None = None
+        self._last: float | None = None
+
+    def add(self, step: int, value: float | None) -> None:
+        """Record the value at `step`, from 1. A missing or infinite one is left out."""
+        if value is None or not isfinite(value):
+            return
+        column = min(COLUMNS - 1, (step - 1) * COLUMNS // self._steps)
+        self._sums[column] += value
+        self._counts[column] += 1
+        self._first = value if self._first is None else self._first
+        self._last = value
+
+    def words(self, encoding: str = "utf-8", form: str = ".4f") -> str | None:
+        """Return the line with the first and the last value; None with less than two columns of values.
+
+        encoding: of the output; one without `BLOCKS` gets `ASCII`.
+        form: format of the two values.
+        """
+        means = [total / count for total, count in zip(self._sums, self._counts, strict=True) if count]
+        if len(means) < 2:
+            return None
+        levels = BLOCKS if encoding.lower().startswith("utf") else ASCII
+        least, span = min(means), max(means) - min(means)
+        places = [round((mean - least) / span * (len(levels) - 1)) if span else 0 for mean in means]
+        return f"{''.join(levels[place] for place in places)}  {self._first:{form}} to {self._last:{form}}"
+
+
 def _console() -> Console:
     """Return a console on stdout. It is a terminal only if it can move the cursor, regardless of FORCE_COLOR."""
     console = Console()
@@ -230,7 +270,6 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     width: maximum columns of the rank grid.
     """
     recipe, plan = header.recipe, header.plan
-    batch = batch_arithmetic(plan, recipe.train.batch_size)
     epochs = header.steps * recipe.train.batch_size / header.train_samples
     yield (
         "model",
@@ -240,12 +279,10 @@ def _rows(header: RunHeader, width: int) -> Iterator[tuple[str, str | Text]]:
     yield "mesh", f"{plan} on {count(plan.world_size, 'rank')} of {header.device.partition(':')[0]}"
     if plan.world_size > 1:
         yield "", draw_ranks(plan, width)
-    if plan.pipeline_degree > 1:
-        yield "pipeline", pipeline_words(plan, idle_share(plan, batch.microbatches))
     yield "memory", f"{decimal(header.state_bytes)} per rank for {state_words(recipe)}"
     samples = f"{header.train_samples:,} training and {header.val_samples:,} validation {header.task.SAMPLE}s"
     yield "data", f"{recipe.data_name}: {samples}"
-    yield "batch", batch_words(asdict(batch), header.task.SAMPLE)
+    yield from batch_rows(plan, recipe.train.batch_size, header.task.SAMPLE)
     yield "steps", f"{header.steps:,} ({epochs:,.1f} epochs)"
     yield from recipe_rows(header)
     yield "run", header.folder

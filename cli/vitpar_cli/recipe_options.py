@@ -111,14 +111,12 @@ def setting(kind: Any, key: str, *flags: str, to: Callable[[Any], object] = lamb
     return Annotated[kind | None, declared]
 
 
-def own_model(name: str | None) -> str | None:
-    """Load the model if it is the user's own, and return its name. Raises ModelError for a file that fails."""
-    return own.load(name) if name and ".py:" in name else name
+def _loading(load: Callable[[str], str]) -> Callable[[str | None], str | None]:
+    """Return a callback that loads the user's own model or task, if a name is that of a file, and returns the name."""
+    return lambda name: load(name) if name and ".py:" in name else name
 
 
-def own_task(name: str | None) -> str | None:
-    """Load the task if it is the user's own, and return its name. Raises RecipeError for a file that fails."""
-    return tasks.load(name) if name and ".py:" in name else name
+own_model, own_task = _loading(own.load), _loading(tasks.load)
 
 
 def _own(what: str, callback: Callable[[str | None], str | None]) -> Any:
@@ -237,19 +235,18 @@ def recipe(*names: str, **helps: str) -> Group:
     Making the request raises StrategyError, DataError and RecipeError for what cannot be used.
     """
     options = {name: OPTIONS[name] for name in names}
-    return Group(options, lambda **values: request(options, values)).helped(**helps)
 
+    def make(**values: Any) -> RecipeRequest:
+        given: dict[str, object] = {}
+        for name, annotation in options.items():
+            if hasattr(option := annotation.__metadata__[0], "setting"):
+                key, to = option.setting
+                given[key] = None if values[name] is None else to(values[name])
+        asked = RecipeRequest(values.get("recipe"), given, tuple(values.get("assignments") or ()))
+        asked.refuse_early()
+        return asked
 
-def request(options: Mapping[str, Any], values: Mapping[str, Any]) -> RecipeRequest:
-    """Return the request for a recipe that options with these values make, after refusing what cannot be used."""
-    given: dict[str, object] = {}
-    for name, annotation in options.items():
-        if hasattr(option := annotation.__metadata__[0], "setting"):
-            key, to = option.setting
-            given[key] = None if values[name] is None else to(values[name])
-    asked = RecipeRequest(values.get("recipe"), given, tuple(values.get("assignments") or ()))
-    asked.refuse_early()
-    return asked
+    return Group(options, make).helped(**helps)
 
 
 def words(asked: RecipeRequest, without: Collection[str] = ()) -> list[str]:

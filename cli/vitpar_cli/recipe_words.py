@@ -34,14 +34,27 @@ def recipe_rows(header: RunHeader) -> Iterator[tuple[str, str]]:
     if recipe.train.image_sizes is not None:
         yield "pixels", f"{recipe.train.image_sizes}, then {header.config.image_size}"
     # Not every family drops paths or features.
-    rates = (getattr(header.config, name, 0.0) for name in ("drop_path", "dropout"))
-    if words := regularisation_words(recipe, *rates):
-        yield "regularize", words
-    yield "precision", precision_words(recipe, header.origin.automatic_precision)
-    if recipe.track.trackers:
-        yield "track", track_words(recipe)
-    if words := kernel_words(recipe):
-        yield "kernels", words
+    course = recipe.train.drop_path_schedule
+    rates = {
+        "label smoothing": (recipe.train.label_smoothing, ""),
+        "drop-path": (getattr(header.config, "drop_path", 0.0), "" if course == "constant" else f" {course}"),
+        "dropout": (getattr(header.config, "dropout", 0.0), ""),
+        "EMA": (recipe.train.ema_decay, ""),
+    }
+    if words := [f"{name} {rate:g}{how}" for name, (rate, how) in rates.items() if rate]:
+        yield "regularize", ", ".join(words)
+    precision = PRECISION_TYPES[recipe.train.precision]
+    compute, parameters = precision.compute.name, precision.parameters.name
+    types = "" if compute == parameters else f": compute in {compute}, parameters in {parameters}"
+    yield "precision", f"{recipe.train.precision}{' (auto)' * header.origin.automatic_precision}{types}"
+    if trackers := recipe.track.trackers:
+        wandb = f"wandb ({recipe.track.wandb_mode})"
+        yield "track", ", ".join(wandb if name == "wandb" else name for name in trackers)
+    compiled, attention = recipe.train.compile, recipe.train.attention
+    kernels = [] if compiled is None else [f"blocks {'not ' * (not compiled)}compiled"]
+    kernels += [] if attention == "auto" else [f"attention {attention}"]
+    if kernels:
+        yield "kernels", ", ".join(kernels)
 
 
 def optimizer_words(recipe: Recipe) -> str:
@@ -95,42 +108,3 @@ def augment_words(recipe: Recipe) -> str:
         f"{augment.repeats} repeats" if augment.repeats > 1 else None,
     ]
     return ", ".join(filter(None, words))
-
-
-def regularisation_words(recipe: Recipe, drop_path: float, dropout: float) -> str:
-    """Return text such as `label smoothing 0.1, drop-path 0.1, EMA 0.9999`; empty if all are off."""
-    parts = {
-        "label smoothing": recipe.train.label_smoothing,
-        "drop-path": drop_path,
-        "dropout": dropout,
-        "EMA": recipe.train.ema_decay or 0,
-    }
-    course = recipe.train.drop_path_schedule
-    courses = {"drop-path": "" if course == "constant" else f" {course}"}
-    return ", ".join(f"{name} {value:g}{courses.get(name, '')}" for name, value in parts.items() if value)
-
-
-def precision_words(recipe: Recipe, automatic: bool) -> str:
-    """Return text such as `bf16 (auto): compute in bfloat16, parameters in float32`.
-
-    automatic: whether the precision was chosen automatically.
-    """
-    precision = PRECISION_TYPES[recipe.train.precision]
-    compute, parameters = precision.compute.name, precision.parameters.name
-    words = f"{recipe.train.precision}{' (auto)' * automatic}"
-    return words if compute == parameters else f"{words}: compute in {compute}, parameters in {parameters}"
-
-
-def kernel_words(recipe: Recipe) -> str:
-    """Return text such as `blocks compiled, attention math`; empty if all is chosen automatically."""
-    train = recipe.train
-    words = [] if train.compile is None else ["blocks compiled" if train.compile else "blocks not compiled"]
-    if train.attention != "auto":
-        words.append(f"attention {train.attention}")
-    return ", ".join(words)
-
-
-def track_words(recipe: Recipe) -> str:
-    """Return text such as `tensorboard, wandb (offline)`."""
-    track = recipe.track
-    return ", ".join(f"{name} ({track.wandb_mode})" if name == "wandb" else name for name in track.trackers)

@@ -1,6 +1,5 @@
 """`vitpar scaling`: predict how speed grows with the number of devices."""
 
-import json
 from typing import Any
 
 import typer
@@ -24,7 +23,7 @@ from vitpar.recipe.request import RecipeRequest
 from vitpar.text import count
 from vitpar.training.optim.state_memory import moments
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import ProgressLines, origin, print_words, refuse_undrawable, refuse_unwritable, write
+from vitpar_cli.outputs import Status, origin, print_json, print_words, refuse_undrawable, refuse_unwritable, write
 from vitpar_cli.profiled import MachineOptions, ReportFile, machine_options, numbers, planned_recipe
 from vitpar_cli.search_view import model_words, print_origin, print_plans
 
@@ -57,20 +56,22 @@ def scaling(
 
     whole = machine.costs(merged)
     most = whole.hardware.ranks
-    chosen = tuple(sorted(set(numbers(ranks, "--ranks", MAX_RANKS)))) or _halves(most)
+    chosen = sorted(set(numbers(ranks, "--ranks", MAX_RANKS))) or [most]
+    while ranks is None and chosen[0] % 2 == 0:
+        chosen.insert(0, chosen[0] // 2)
     if chosen[-1] > most:
         raise PlannerError(f"--ranks {chosen[-1]} is more than the {most} of {whole.hardware.name}: use at most {most}")
     size = merged.train.batch_size
     wanted = {regime: [(number, images(regime, size, number, chosen[-1])) for number in chosen] for regime in WORDS}
     known: dict[tuple[int, int], dict[str, Any]] = {}
-    progress, length = ProgressLines(), machine.length(merged, most)
-    for number, batch in dict.fromkeys(pair for pairs in wanted.values() for pair in pairs):
-        if not as_json:
-            progress(f"searching for {count(number, 'rank')}, batch {batch} …")
-        here = machine.costs(merged, number) if machine.cluster else whole
-        searching = make_search(here, (batch,), moments(merged, here.whole), ranks=number)
-        where = {"ranks": number, "batch_size": batch}
-        known[number, batch] = best_row(where, searching, machine.budget(here), length)
+    length = machine.length(merged, most)
+    with Status() as status:
+        for number, batch in dict.fromkeys(pair for pairs in wanted.values() for pair in pairs):
+            status.tell(f"searching for {count(number, 'rank')}, batch {batch}")
+            here = machine.costs(merged, number) if machine.cluster else whole
+            searching = make_search(here, (batch,), moments(merged, here.whole), ranks=number)
+            where = {"ranks": number, "batch_size": batch}
+            known[number, batch] = best_row(where, searching, machine.budget(here), length)
     found = origin_to_json(origin(), whole)
     found |= {str(regime): with_efficiency([known[pair] for pair in pairs]) for regime, pairs in wanted.items()}
     if not any("plan" in point for point in known.values()):
@@ -80,7 +81,7 @@ def scaling(
     if report is not None:
         write(report, scaling_page(title, found))
     if as_json:
-        typer.echo(json.dumps(found))
+        print_json(found)
         return
     console = Console(highlight=False)
     print_words(console, title, "bold")
@@ -94,11 +95,3 @@ def scaling(
         print_words(console, words)
     if report is not None:
         console.print(f"written    {report}", soft_wrap=True)
-
-
-def _halves(most: int) -> tuple[int, ...]:
-    """Return `most`, its half, and so on while that is an integer, in ascending order."""
-    numbers = [most]
-    while numbers[-1] % 2 == 0:
-        numbers.append(numbers[-1] // 2)
-    return tuple(reversed(numbers))

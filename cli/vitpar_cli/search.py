@@ -1,6 +1,5 @@
 """`vitpar search`: find the plan with the most samples per second that fits into memory."""
 
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from vitpar.strategy.plan_json import write_plan
 from vitpar.terminal import complain
 from vitpar.training.optim.state_memory import moments
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import origin, refuse_undrawable, refuse_unwritable, write
+from vitpar_cli.outputs import origin, print_json, refuse_undrawable, refuse_unwritable, write
 from vitpar_cli.profiled import MachineOptions, ReportFile, machine_options, numbers, planned_recipe
 from vitpar_cli.search_view import SearchProgress, show, show_comparison
 
@@ -108,7 +107,16 @@ def search(
     batches = numbers(batch_sizes, "--batch-size", MAX_BATCH_SIZE)
     tabled = max(len(clusters), len(models), len(sizes)) > 1
     if tabled:
-        _refuse_single({"--out": out, "--report": report}, bool(cluster))
+        if single := "--out" if out else "--report" if report else None:
+            raise PlannerError(
+                f"{single} is of one search, but several clusters, models or image sizes are given: leave it out, or "
+                "give one of each"
+            )
+        if not cluster:
+            raise PlannerError(
+                "several models or image sizes are given, but profiles are of one model: add --cluster, as in "
+                "--cluster 8xH100"
+            )
     refuse_unwritable(out, report)
     refuse_undrawable(report)
     left_out = frozenset(word.lstrip("+") for word in _words(without))
@@ -145,7 +153,7 @@ def search(
     if report is not None:
         write(report, page(found, costs, state))
     if as_json:
-        typer.echo(json.dumps(found))
+        print_json(found)
     else:
         show(found, (out, report))
         lacking = sorted(unprofiled(costs, searching.space.ranks))
@@ -204,25 +212,6 @@ def _table(
             searching = make_search(costs, (batch_size,), state, **{"seconds": ROW_SECONDS, **limits})
             length = machine.length(recipe, costs.hardware.ranks)
             yield best_row(where, searching, machine.budget(costs), length, progress)
-
-
-def _refuse_single(files: Mapping[str, Path | None], cluster: bool) -> None:
-    """Raise PlannerError for options that a table of several searches cannot use.
-
-    files: files of one search, by option.
-    cluster: whether --cluster is given.
-    """
-    for option, file in files.items():
-        if file is not None:
-            raise PlannerError(
-                f"{option} is of one search, but several clusters, models or image sizes are given: leave it out, or "
-                "give one of each"
-            )
-    if not cluster:
-        raise PlannerError(
-            "several models or image sizes are given, but profiles are of one model: add --cluster, as in --cluster "
-            "8xH100"
-        )
 
 
 def _train_command(

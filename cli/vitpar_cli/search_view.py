@@ -1,11 +1,9 @@
 """Text output of `vitpar search`, and the table of plans that other commands share."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -26,12 +24,10 @@ from vitpar.planner.report.tables import comparison_notes, comparison_table
 from vitpar.planner.search.gains import PURPOSES
 from vitpar.planner.training_time import hours_name, training_rows
 from vitpar.text import count, either, size
-from vitpar_cli.outputs import Status, origin, origin_words, print_words
+from vitpar_cli.outputs import Row, Status, origin, origin_words, print_json, print_rows, print_words
 
 Record = Mapping[str, Any]
 """A result, or a part of one, as JSON."""
-Row = tuple[str, str]
-"""Name and sentence."""
 SHOWN = 5
 """Number of plans that are listed after the best one."""
 
@@ -48,18 +44,17 @@ class SearchProgress(Status):
 
 
 def show(found: Record, written: Sequence[Path | None]) -> None:
-    """Print the best plan, its costs, what would help, other plans, why obvious ones are worse, and the files written.
+    """Print the best plan, its costs, why obvious ones are worse, what would help, other plans, and the files written.
 
     found: result of ``vitpar.planner.report.data.search_record``.
     """
     console, plans = Console(highlight=False), found["plans"]
-    _show_best(console, found)
+    show_choice(console, found)
     print_plans(console, "what would help", *gain_table(found["what_would_help"], plans[0]))
     rows = found["batch_sizes"]
     print_plans(console, "best plan for each batch size", *comparison_table(rows, hours_name(found["device_type"])))
     _print_prices(console, "next best", plans[1 : 1 + SHOWN], plans[0])
     _print_prices(console, "with less memory", found["frontier"][1:], plans[0])
-    _show_reasons(console, found)
     if noise := noise_words(plans[0]):
         console.print()
         print_words(console, noise, indent=0)
@@ -72,7 +67,7 @@ def show_comparison(rows: Sequence[Record], as_json: bool) -> None:
     """Print the best plan of each combination, as a table for each model and image size or as JSON."""
     notes = comparison_notes(rows)
     if as_json:
-        typer.echo(json.dumps(origin() | {"notes": notes, "rows": rows}))
+        print_json(origin() | {"notes": notes, "rows": rows})
         return
     console, setups = Console(highlight=False), dict[str, list[Record]]()
     print_origin(console, origin())
@@ -82,14 +77,6 @@ def show_comparison(rows: Sequence[Record], as_json: bool) -> None:
         setups.setdefault(f"{row['model']}, {row['image_size']} pixels", []).append(row)
     for setup, mine in setups.items():
         print_plans(console, setup, *comparison_table(mine, "GPU-hours"))
-
-
-def show_choice(found: Record) -> None:
-    """Print the best plan, its costs and why obvious plans are worse, before a training run uses the plan."""
-    console = Console(highlight=False)
-    _show_best(console, found)
-    _show_reasons(console, found)
-    console.print()
 
 
 def show_prediction(found: Record) -> None:
@@ -104,8 +91,8 @@ def show_prediction(found: Record) -> None:
     print_plans(console, "what would help", *gain_table(found["what_would_help"], found))
 
 
-def _show_best(console: Console, found: Record) -> None:
-    """Print the best plan, the source of its figures, and its costs."""
+def show_choice(console: Console, found: Record) -> None:
+    """Print the best plan, the source of its figures, its costs, and why obvious plans are worse."""
     best, looked = found["plans"][0], found["looked_at"]
     plan = plan_of(best)
     console.print(f"[bold]{plan}[/bold]", soft_wrap=True)
@@ -118,6 +105,9 @@ def _show_best(console: Console, found: Record) -> None:
     searched = f"{found['search_seconds']:.2f} s, {how}: {certainty(found)}"
     about = [("plan", f"{count(plan.microbatches or 1, 'micro-batch')}{pipeline}")]
     _print_figures(console, found, best, about, [("searched", searched)])
+    console.print("\nwhy not")
+    for reason in found["why_not"]:
+        print_words(console, f"  {reason['strategy']:<14} {why_words(reason, found)}", indent=17)
 
 
 def _print_figures(console: Console, found: Record, record: Record, about: Sequence[Row], last: Sequence[Row]) -> None:
@@ -132,18 +122,6 @@ def _print_figures(console: Console, found: Record, record: Record, about: Seque
     print_rows(console, rows)
     for note in remarks(found["notes"], found["training"], record):
         print_words(console, note, "yellow")
-
-
-def print_rows(console: Console, rows: Sequence[Row]) -> None:
-    """Print rows of a name and a sentence."""
-    for name, words in rows:
-        print_words(console, f"{name:<10} {words}", indent=11)
-
-
-def _show_reasons(console: Console, found: Record) -> None:
-    console.print("\nwhy not")
-    for reason in found["why_not"]:
-        print_words(console, f"  {reason['strategy']:<14} {why_words(reason, found)}", indent=17)
 
 
 def _parts(record: Record) -> str:

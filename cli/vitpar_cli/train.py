@@ -1,6 +1,5 @@
 """`vitpar train`: train a Vision Transformer."""
 
-import json
 import os
 import sys
 from contextlib import closing
@@ -19,10 +18,10 @@ from vitpar.training.events import Reporter
 from vitpar.training.prepare import Prepared, prepare
 from vitpar_cli import recipe_options as o
 from vitpar_cli.automatic import PlanChooser
-from vitpar_cli.outputs import local_weights
-from vitpar_cli.pack_once import packed
+from vitpar_cli.data_pack import packed
+from vitpar_cli.outputs import local_weights, print_json
 from vitpar_cli.profiled import MachineOptions, machine_options
-from vitpar_cli.streams import outlive_reader
+from vitpar_cli.program import outlive_reader
 from vitpar_cli.world import run_in_world
 
 if TYPE_CHECKING:
@@ -139,5 +138,5 @@ def _train(device: "torch.device", run: Prepared, as_json: bool, quiet: bool, co
         trainer = Trainer(run, device, reporter=reporter, command=command, watchdog=watchdog)
         summary = trainer.run()
     if as_json and trainer.rank == 0:
-        typer.echo(json.dumps(summary))
+        print_json(summary)
     return SAVED if "stopped" in summary else 0

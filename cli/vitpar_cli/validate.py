@@ -29,10 +29,10 @@ from vitpar.terminal import complain
 from vitpar.text import count, shown, size
 from vitpar.training.optim.state_memory import moments
 from vitpar_cli import recipe_options as o
-from vitpar_cli.outputs import ProgressLines, origin, refuse_unwritable, write
+from vitpar_cli.outputs import Status, make_folder, origin, print_json, print_rows, refuse_unwritable, write
 from vitpar_cli.profiled import MachineOptions, machine_options, planned_recipe
-from vitpar_cli.search_view import model_words, print_origin, print_plans, print_rows
-from vitpar_cli.world import run_ranks
+from vitpar_cli.search_view import model_words, print_origin, print_plans
+from vitpar_cli.world import run_in_world
 
 
 @o.shared(asked=o.recipe(*o.SUBJECT, "batch_size"), machine=machine_options("hardware", "model_profile"))
@@ -72,7 +72,7 @@ def validate(
     if microbatches is not None and (files or not plans):
         raise PlannerError("--microbatches is given, but these plans have their own: give it only with strategies")
     corrected = None if correct is None else _corrected_files(correct, machine.hardware, machine.model_profile)
-    refuse_unwritable(out, *(corrected or ()))
+    refuse_unwritable(out)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else forked processes could not use GPUs
     merged = planned_recipe(asked, doing="a validation")
     device_type, costs = choose_device(device), machine.costs(merged)
@@ -89,8 +89,8 @@ def validate(
         )
     prices = [price(plan, costs, images, moments(merged, costs.whole)) for plan in chosen]
     resolve(chosen[0], device_type)  # refuses more ranks than the launcher or the GPUs provide
-    run_ranks(
-        *(ranks, _validate),
+    run_in_world(
+        *(ranks, None, _validate),
         *(device_type, seconds, merged, costs, prices, out, corrected, as_json),
     )
 
@@ -117,7 +117,7 @@ def _validate(
     runner = PlanRunner(world, device_type, seconds)
     profiled = {"precision": profile.precision, "compile": profile.compiled}
     training = Training(recipe.updated(train=profiled), costs.whole)
-    progress, rows = ProgressLines(), list[dict[str, Any]]()
+    rows = list[dict[str, Any]]()
     favourite = min(range(len(prices)), key=lambda index: prices[index].seconds)
     about = {**origin_to_json(origin(), costs), "batch_size": prices[0].batch_size}
     about["uncertainty"] = uncertainty(prices[favourite], costs)
@@ -125,20 +125,20 @@ def _validate(
     def found() -> dict[str, Any]:
         return about | accuracy(rows) | {"rows": rows}
 
-    for run, (index, measured) in enumerate(runner.measure(training, plans, favourite), start=1):
-        # Appends in the first run of a plan, replaces in later ones.
-        rows[index : index + 1] = [measured_row(prices[index], measured, prices[index].mfu(costs))]
-        if world.rank == 0:
-            if out is not None:
+    with Status(shown=world.rank == 0) as status:
+        for run, (index, measured) in enumerate(runner.measure(training, plans, favourite), start=1):
+            # Appends in the first run of a plan, replaces in later ones.
+            rows[index : index + 1] = [measured_row(prices[index], measured, prices[index].mfu(costs))]
+            if world.rank == 0 and out is not None:
                 write(out, json.dumps(found(), indent=1) + "\n")
-            progress(f"run {run}, of {max(run, 2 * len(plans))} or more: {plans[index]}")
+            status.tell(f"run {run}, of {max(run, 2 * len(plans))} or more: {plans[index]}")
     if world.rank == 0:
         if corrected is not None:
             factors = correction(rows)
             for better, file in zip(factors.of(costs.hardware, profile), corrected, strict=True):
                 better.save(file)
             complain(f"corrected profiles written to {corrected[0].parent}: {factors}")
-        print(json.dumps(found())) if as_json else _show(found())
+        print_json(found()) if as_json else _show(found())
     return 0
 
 
@@ -151,10 +151,7 @@ def _corrected_files(folder: Path, hardware: Path | None, model: Path | None) ->
     for path, source in zip(files, (hardware, model), strict=True):
         if path.resolve() == (source or Path(path.name)).resolve():
             raise PlannerError(f"--correct {folder} would overwrite the profile {path}: use another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PlannerError(f"cannot make the folder {folder}: {error.strerror}") from None
+    make_folder(folder, "give --correct a writable folder")
     return files
 
 
@@ -167,10 +164,6 @@ def _plan(text: str, config: ModelConfig, batch_size: int, ranks: int, microbatc
             f"profile it with --ranks {plan.world_size}, or give plans of {count(ranks, 'rank')}"
         )
     return validated(plan, config, batch_size)
-
-
-COLUMNS = ("predicted", "measured", "error", "predicted", "measured", "error")
-"""Headings of the table: three for time, then three for memory."""
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -191,7 +184,8 @@ def _show(found: dict[str, Any]) -> None:
         memory = ("", "") if most is None or error is None else (size(most), f"{error:+.1%}")
         time = duration(row["predicted_seconds"]), duration(row["measured_seconds"]), f"{time_error(row):+.1%}"
         lines.append((*time, size(row["predicted_memory_bytes"]), *memory, title_of(row)))
-    print_plans(console, "time of a step, and memory of the fullest rank", COLUMNS, lines)
+    headings = ("predicted", "measured", "error") * 2
+    print_plans(console, "time of a step, and memory of the fullest rank", headings, lines)
     text = {"time": off("time_error")}
     text |= {"expected": found["uncertainty"]["source"]} if found["uncertainty"] else {}
     text |= {} if best["mfu"] is None else {"MFU": f"{best['mfu'] * 100:.1f} % predicted for the fastest"}

@@ -60,15 +60,27 @@ class Job:
         return pickle.loads(job)
 
 
-def run_ranks(ranks: int, work: Callable[..., int], *arguments: object, saves: bool = False) -> None:
-    """Call ``work(world, *arguments)`` on each of `ranks` ranks, and exit with the code that it returns, if not 0.
+def run_in_world(
+    ranks: int,
+    device: Device | None,
+    work: Callable[..., int],
+    *arguments: object,
+    saves: bool = False,
+    store: Store | None = None,
+) -> None:
+    """Call ``work(place, *arguments)`` on each of `ranks` ranks, and exit with the code that it returns, if not 0.
 
+    device: kind of device for which ranks join each other; their place is then their device. None: they do not join,
+        and their place is the world.
     work: function at the top level of a module; returns the same exit code on all ranks.
     saves: whether ranks save a checkpoint when they are told to stop, so that this process must wait for them.
+    store: as in ``vitpar.launch.join``; only for ranks of a launcher.
     """
     from vitpar.launch import ALONE, find_world, finish, spawn
     from vitpar.training.tracking import are_hanging
 
+    if device is not None:
+        work, arguments = _joined, (device, store, work, arguments)
     job, world = Job(work, arguments, sys.argv), find_world()
     if world is None and ranks > 1:
         if is_terminal(sys.stderr):
@@ -79,21 +91,6 @@ def run_ranks(ranks: int, work: Callable[..., int], *arguments: object, saves: b
         finish(code)
     if code:
         raise typer.Exit(code)
-
-
-def run_in_world(
-    ranks: int,
-    device: Device,
-    work: Callable[..., int],
-    *arguments: object,
-    saves: bool = False,
-    store: Store | None = None,
-) -> None:
-    """Call ``work(device, *arguments)`` on each of `ranks` ranks that have joined, as `run_ranks` does.
-
-    store: as in ``vitpar.launch.join``; only for ranks of a launcher.
-    """
-    run_ranks(ranks, _joined, device, store, work, arguments, saves=saves)
 
 
 def _joined(

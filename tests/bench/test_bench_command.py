@@ -22,7 +22,7 @@ from vitpar.sharded import local
 from vitpar.tasks.data import open_split
 from vitpar.tasks.inputs import build_input
 from vitpar.training.build import TrainingComponents, build
-from vitpar_cli import bench_view
+from vitpar_cli import bench as command
 from vitpar_cli.plan_view import percent
 
 Result = dict[str, Any]
@@ -189,15 +189,15 @@ def test_rates_and_update_bytes_match_the_step(ranks: Ranks, data: Path) -> None
 
 def test_output_fits_the_terminal(one: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=80, highlight=False, color_system=None)
-    monkeypatch.setattr(bench_view, "Console", lambda **_: console)
+    monkeypatch.setattr(command, "Console", lambda **_: console)
     made = recipe_of(Path("x"), "dp1")
-    bench_view.show(one[0], config := made.config(CLASSES), made.plan(config), Path("traces"))
+    command.show(one[0], config := made.config(CLASSES), made.plan(config), Path("traces"))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     for phase in one[0]["phases"]:
         assert f"\n{phase['name']} " in text
-    for kernel in one[0]["kernels"][: bench_view.KERNELS]:
+    for kernel in one[0]["kernels"][: command.KERNELS]:
         assert f" {percent(kernel['share'])} " in text
 
 
@@ -247,7 +247,7 @@ INVALID = [
     (["--data", "here", "--synthetic"], "both --synthetic and --data here are given: keep one"),
     (["--recipe", "recipe.toml", "--num-classes", "5"], "--num-classes 5 does nothing with data"),
     (["--mesh", "tp2", "--model", "vit_tiny_patch16_224"], "tp2 does not divide the 3 heads of vit_tiny_patch16_224"),
-    (["--profile", "recipe.toml"], "cannot write traces to 'recipe.toml' (File exists): give --profile"),
+    (["--profile", "recipe.toml"], "cannot write into 'recipe.toml' (File exists): give --profile"),
 ]
 
 

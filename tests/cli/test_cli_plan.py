@@ -17,7 +17,7 @@ from vitpar.planner.sources import estimated_costs
 from vitpar.strategy import parse, validate
 from vitpar.strategy.plan_json import read_plan
 from vitpar_cli.plan import plan
-from vitpar_cli.rank_grid import draw_ranks
+from vitpar_cli.plan_view import draw_ranks
 
 Run = Callable[..., str]
 
@@ -193,18 +193,17 @@ stage 0 │  0     2   │  1     3   │
 stage 1 │  4     6   │  5     7   │
         └────────────┴────────────┘
 """,
+    ("tp12+2.5d", 40): """
+        d 0        d 1        d 2
+      j 0  j 1   j 0  j 1   j 0  j 1
+    ┌──────────┬──────────┬──────────┐
+i 0 │  0    1  │  4    5  │  8    9  │
+i 1 │  2    3  │  6    7  │ 10   11  │
+    └──────────┴──────────┴──────────┘
+""",
+    # Where that is too wide, and for many ranks: the groups along each axis.
     ("tp12+2.5d", 30): """
-           j 0  j 1
-         ┌──────────┐
-d 0  i 0 │  0    1  │
-     i 1 │  2    3  │
-         ├──────────┤
-d 1  i 0 │  4    5  │
-     i 1 │  6    7  │
-         ├──────────┤
-d 2  i 0 │  8    9  │
-     i 1 │ 10   11  │
-         └──────────┘
+d:    0 4 8 | 1 5 9 | …
 """,
     # One line per strategy of a layerwise plan.
     ("pp2: embed=fsdp8, 0=tp4xdp2, 1=fsdp8, 2-3=tp8+2.5d, *=tp2xdp4+sp", 80): """
@@ -214,7 +213,6 @@ embed, 1  fsdp8       0 | 1 | 2 | 3 | 4 | 5 | 6 | 7
 2-3       tp8+2.5d    0 1 | 2 3 | 4 5 | 6 7
 *         tp2xdp4+sp  0 4 | 1 5 | 2 6 | 3 7
 """,
-    # Many ranks are summarised by axis.
     ("tp4xpp2xdp32+2d", 40): """
 i:    0 128 | 1 129 | 2 130 | 3 131 | …
 j:    0 64 | 1 65 | 2 66 | 3 67 | …

@@ -17,7 +17,7 @@ from vitpar.errors import DataError
 from vitpar.recipe import DEFAULT_RECIPE, Recipe, read_recipe
 from vitpar.recipe.defaults import recipe_for
 from vitpar.recipe.request import RecipeRequest
-from vitpar_cli.pack_once import RECORD, packed
+from vitpar_cli.data_pack import RECORD, packed
 
 IMAGES = TRAIN * CLASSES
 MODEL = "vit_nano_patch4_8"

@@ -36,7 +36,7 @@ def handed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> world.Job:
         patch.setattr(launch, "spawn", spawn)
         patch.setattr(launch, "find_world", lambda: None)
         with pytest.raises(typer.Exit) as ended:
-            world.run_ranks(4, work, *arguments)
+            world.run_in_world(4, None, work, *arguments)
     assert ended.value.exit_code == 3
     return world.Job.read(jobs[0])
 

@@ -15,9 +15,8 @@ from vitpar.strategy import validate
 from vitpar.strategy.grammar import parse
 from vitpar.tasks import task_of
 from vitpar.training.events import Reporter, RunHeader, SettingsOrigin
-from vitpar_cli.progress import ConsoleReporter
+from vitpar_cli.progress import ASCII, BLOCKS, COLUMNS, ConsoleReporter, Sparkline
 from vitpar_cli.recipe_words import teacher_words
-from vitpar_cli.sparkline import ASCII, BLOCKS, COLUMNS, Sparkline
 
 RECIPE = Recipe.model_validate(
     {

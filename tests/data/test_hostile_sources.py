@@ -19,7 +19,7 @@ from vitpar.data.sources import open_source
 from vitpar.data.text.pack import pack_text
 from vitpar.data.text.tokenizer import open_tokenizer
 from vitpar.errors import DataError
-from vitpar.weights.sources import open_source as open_weights_of_others
+from vitpar.weights.foreign import open_source as open_weights_of_others
 
 
 @pytest.mark.timeout(30)

@@ -191,9 +191,9 @@ def test_damaged_and_other_weights_are_refused_in_one_line(saved: tuple[Parallel
     (folder.with_name("step_1.partial")).mkdir()
     save_weights(model, folder, recipe().to_toml())  # replaces the folder
     assert not (folder / "old").exists() and not folder.with_name("step_1.partial").exists()
-    with pytest.raises(DataError, match=r"head.fc.weight .* has shape \[3, 24\] but the model has \[5, 24\]"):
+    with pytest.raises(DataError, match=r"head.fc.weight has shape \[3, 24\] but the model has \[5, 24\]"):
         load_weights(built(CPU, "dp1", num_classes=5), folder)
-    with pytest.raises(DataError, match=r"lacks the parameter blocks\.2\.norm1\.weight"):
+    with pytest.raises(DataError, match=r"it lacks blocks\.2\.norm1\.weight"):
         load_weights(built(CPU, "dp1", depth=3), folder)
     part = folder / "model-00001-of-00001.safetensors"
     part.write_bytes(part.read_bytes()[:1000])

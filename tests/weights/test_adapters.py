@@ -95,10 +95,10 @@ def test_adapters_by_names_of_a_library_change_its_weights_as_ours(
     exported = {}
     for what, state in (("base", base), ("merged", merged)):
         model = filled(config, state)
-        done = export_weights(
+        files, _ = export_weights(
             weights_of(model, config, tmp_path / f"{what} here"), tmp_path / what, format_name, shard_bytes=10**9
         )
-        exported[what] = load_file(done.files[0])
+        exported[what] = load_file(files[0])
     files = load_file(tmp_path / "adapters" / TENSORS)
     targets = json.loads((tmp_path / "adapters" / SETTINGS).read_text())["target_modules"]
     for name in targets:
@@ -120,7 +120,7 @@ REFUSED: tuple[tuple[dict[str, Any], dict[str, Tensor], str], ...] = (
     ({"r": 4}, GOOD, "have rank 4: set lora.rank to it"),
     ({"modules_to_save": ["head", "score"]}, GOOD, "lacks head, which adapter_config.json lists: save"),
     ({}, {f"{PLAIN}.lora_A.weight": A}, "lacks blocks.0.mlp.fc2.lora_B.weight"),
-    ({}, {**GOOD, f"{PLAIN}.lora_B.weight": B[:5]}, r"has shape \[5, 3\], but the model needs \[24, 3\]"),
+    ({}, {**GOOD, f"{PLAIN}.lora_B.weight": B[:5]}, r"has shape \[5, 3\] but the model has \[24, 3\]"),
     ({}, {**GOOD, f"{PLAIN}.lora_A.weight": A * torch.nan}, "has non-finite numbers"),
     ({}, {"head.weight": B}, "has no adapters of linear layers"),
     ({}, {**GOOD, "blocks.9.fc.weight": B.clone()}, "has tensors for blocks.9.fc.weight, which vit_custom lacks"),
@@ -173,10 +173,10 @@ def test_adapters_are_merged_on_import(tmp_path: Path) -> None:
     """Separate queries and values may have different A; a factor by rsLoRA is alpha over the root of the rank."""
     model = LayeredModel(VIT)
     initialise(model, 0, VIT)
-    done = export_weights(
+    (file,), _ = export_weights(
         weights_of(model, VIT, tmp_path / "here"), tmp_path / "there", "transformers", shard_bytes=10**9
     )
-    state = load_file(done.files[0])
+    state = load_file(file)
     pairs = {QUERY: (SMALL_A, SMALL_B), VALUE: (SMALL_A + 1, SMALL_B - 2)}
     tensors = {f"{n}.lora_{end}.weight": t for n, pair in pairs.items() for end, t in zip("AB", pair, strict=True)}
     tensors |= {"classifier.weight": torch.randn(5, 24), "classifier.bias": torch.randn(5)}
@@ -187,7 +187,7 @@ def test_adapters_are_merged_on_import(tmp_path: Path) -> None:
     files = written(tmp_path / "adapters", {"use_rslora": True, **kept}, tensors)
     imported = import_weights(tmp_path / "there", tmp_path / "merged", adapters=files)
     assert any("2 adapters of" in note for note in imported.notes)
-    save_file(state, done.files[0], metadata={"format": "pt"})
+    save_file(state, file, metadata={"format": "pt"})
     import_weights(tmp_path / "there", tmp_path / "expected")
     found, expected = open_weights(tmp_path / "merged"), open_weights(tmp_path / "expected")
     for name in dict(model.named_parameters()):

@@ -21,10 +21,9 @@ from vitpar.models import ViTConfig
 from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.recipe import read_recipe
-from vitpar.weights.exporting import CLASSIFIER, export_weights
+from vitpar.weights.exporting import CLASSIFIER, ONNX, export_onnx, export_weights
 from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.importing import import_weights
-from vitpar.weights.onnx import FILE, export_onnx
 
 NOT_IN_TIMM = ("vit5", "vit_22b", "parallel")
 IN_TRANSFORMERS = (
@@ -37,8 +36,10 @@ def exported(parts: str, format: Any, tmp_path: Path, **changed: Any) -> tuple[V
     """Export the tiny model to ``tmp_path/there``. Return its configuration, the model, and the notes."""
     config = modern_config(parts, **changed)
     model = modern_model(config)
-    done = export_weights(weights_of(model, config, tmp_path / "here"), tmp_path / "there", format, shard_bytes=10**9)
-    return config, model.double(), done.notes
+    _, notes = export_weights(
+        weights_of(model, config, tmp_path / "here"), tmp_path / "there", format, shard_bytes=10**9
+    )
+    return config, model.double(), notes
 
 
 def timm_model(folder: Path) -> nn.Module:
@@ -212,7 +213,7 @@ def test_onnx_runtime_computes_the_same(parts: str, tmp_path: Path) -> None:
     config = modern_config(parts)
     weights = weights_of(modern_model(config), config, tmp_path / "here")
     assert export_onnx(weights, tmp_path / "there") < 1e-5
-    assert {path.name for path in (tmp_path / "there").iterdir()} == {FILE, "config.json"}
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {ONNX, "config.json"}
     with pytest.raises(CheckpointError, match="exists and is not empty"):
         export_onnx(weights, tmp_path / "there")
 
@@ -240,5 +241,5 @@ def _metadata(folder: Path) -> dict[str, str]:
     """Return the model's metadata as ONNX Runtime reads them."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(folder / FILE), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(folder / ONNX), providers=["CPUExecutionProvider"])
     return dict(session.get_modelmeta().custom_metadata_map)

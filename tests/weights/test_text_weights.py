@@ -21,11 +21,10 @@ from vitpar.models.initial import initialise
 from vitpar.models.layers import LayeredModel
 from vitpar.recipe import read_recipe
 from vitpar.training.begin import opened_for
-from vitpar.weights.exporting import export_weights
+from vitpar.weights.exporting import export_onnx, export_weights
 from vitpar.weights.folder import Weights, open_weights
 from vitpar.weights.foreign import FAMILIES
 from vitpar.weights.importing import import_weights, model_section
-from vitpar.weights.onnx import export_onnx
 
 LONG = {"tokens": 512}  # transformers' files do not say how many tokens a T5 is trained with
 MODELS: dict[str, TextModel] = {

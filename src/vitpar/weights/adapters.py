@@ -21,17 +21,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import save
 from torch import Tensor
 
+from vitpar.checkpoint.index import first_line
 from vitpar.errors import DataError
 from vitpar.limits import MAX_MEASURE, MAX_WIDTH
 from vitpar.models.config import ModelConfig
 from vitpar.models.description import MadeTensor
 from vitpar.models.lora import A, B, LoRA
-from vitpar.records import first_wrong
 from vitpar.text import count, shown
 from vitpar.weights.exporting import Format
-from vitpar.weights.foreign import FAMILIES
+from vitpar.weights.foreign import FAMILIES, ForeignWeights
 from vitpar.weights.shards import Shards, listed, read_object
-from vitpar.weights.sources import ForeignWeights
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """Names of peft's files."""
@@ -186,16 +185,12 @@ class _Opened:
         try:
             self.settings = settings = _Settings.model_validate(read_object(folder / SETTINGS))
         except ValidationError as error:
-            raise DataError(f"'{folder / SETTINGS}' cannot be read: {first_wrong(error)}") from None
-        unusual = {
-            f"peft_type {shown(settings.peft_type)}": settings.peft_type != "LORA",
-            "use_dora": settings.use_dora,
-            "fan_in_fan_out": settings.fan_in_fan_out,
-            "lora_bias": settings.lora_bias,
-            "rank_pattern": bool(settings.rank_pattern),
-            "alpha_pattern": bool(settings.alpha_pattern),
-        }
-        if what := next((name for name, there in unusual.items() if there), None):
+            raise DataError(f"'{folder / SETTINGS}' cannot be read: {first_line(error)}") from None
+        unusual = ["use_dora", "fan_in_fan_out", "lora_bias", "rank_pattern", "alpha_pattern"]
+        what = next((name for name in unusual if getattr(settings, name)), None)
+        if settings.peft_type != "LORA":
+            what = f"peft_type {shown(settings.peft_type)}"
+        if what:
             raise DataError(f"'{folder / SETTINGS}' has {what}, which vitpar does not support: merge it with peft")
         self.folder, self.shards = folder, Shards(folder, [TENSORS])
         if other := next((name for name in self.shards.shapes if not name.startswith(_PREFIX)), None):
@@ -208,8 +203,17 @@ class _Opened:
             raise DataError(f"'{folder / TENSORS}' {what}: use a file of peft")
         self.adapters, self.others = tuple(adapters), tuple(name for name in names if name not in pairs)
 
-    def tensor(self, name: str) -> Tensor:
-        """Return a tensor by its name without peft's prefix, float32. Raises DataError."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor by its name without peft's prefix."""
+        return self.shards.shapes[f"{_PREFIX}{name}"]
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor by its name without peft's prefix, float32. Raises DataError for another shape."""
+        if self.shape(name) != shape:
+            raise DataError(
+                f"{shown(name)} in '{self.folder}' has shape {list(self.shape(name))} but the model has "
+                f"{list(shape)}: use adapters of the same model and classes"
+            )
         tensor = self.shards.read(f"{_PREFIX}{name}").float()
         if not tensor.isfinite().all():
             raise DataError(f"{shown(name)} in '{self.folder}' has non-finite numbers: do not use it")
@@ -217,14 +221,9 @@ class _Opened:
 
     def pair(self, name: str, takes: int, gives: int) -> tuple[Tensor, Tensor]:
         """Return A and B of a linear layer. Raises DataError for other shapes."""
-        for end, shape in ((A, (self.settings.r, takes)), (B, (gives, self.settings.r))):
-            if self.shards.shapes[f"{_PREFIX}{name}{end}.weight"] != shape:
-                found = list(self.shards.shapes[f"{_PREFIX}{name}{end}.weight"])
-                raise DataError(
-                    f"{shown(name)}{end} in '{self.folder}' has shape {found}, but the model needs {list(shape)}: use "
-                    "adapters of the same model"
-                )
-        return self.tensor(f"{name}{A}.weight"), self.tensor(f"{name}{B}.weight")
+        shapes = {A: (self.settings.r, takes), B: (gives, self.settings.r)}
+        a, b = (self.tensor(f"{name}{end}.weight", shape) for end, shape in shapes.items())
+        return a, b
 
     def refuse_lacking(self, base: Collection[str], spelled: Callable[[str], str] = lambda name: name) -> None:
         """Raise DataError if the files lack what their settings list.
@@ -279,13 +278,8 @@ def read_adapters(folder: Path, config: LoRA) -> dict[str, Tensor]:
     for name in opened.others:
         place = places[name]
         shape = config.whole.shape(place.name)
-        if opened.shards.shapes[f"{_PREFIX}{name}"] != (len(place.rows), *shape[1:]):
-            found = list(opened.shards.shapes[f"{_PREFIX}{name}"])
-            raise DataError(
-                f"{shown(name)} in '{folder}' has shape {found} but the model has {list(shape)}: use adapters of the "
-                "same model and classes"
-            )
-        made.setdefault(place.name, torch.full(shape, torch.nan))[place.rows] = opened.tensor(name)
+        whole = made.setdefault(place.name, torch.full(shape, torch.nan))
+        whole[place.rows] = opened.tensor(name, (len(place.rows), *shape[1:]))
     if partial := next((name for name, tensor in made.items() if tensor.isnan().any()), None):
         raise DataError(f"'{folder}' has only a part of {partial}, which is one parameter here: leave it out")
     return made
@@ -330,7 +324,7 @@ def merging(source: ForeignWeights, folder: Path) -> ForeignWeights:
 
     def read(name: str) -> Tensor:
         if name in opened.others:
-            return opened.tensor(name)
+            return opened.tensor(name, opened.shape(name))
         weight = source.read(name)
         if name not in weights:
             return weight
@@ -340,6 +334,6 @@ def merging(source: ForeignWeights, folder: Path) -> ForeignWeights:
         a, b = opened.pair(weights[name], takes, gives)
         return torch.addmm(weight.float(), b, a, alpha=opened.settings.scale)
 
-    shapes = {**source.shapes, **{name: opened.shards.shapes[f"{_PREFIX}{name}"] for name in opened.others}}
+    shapes = {**source.shapes, **{name: opened.shape(name) for name in opened.others}}
     note = f"merged {count(len(weights), 'adapter')} of '{folder}'"
     return replace(source, shapes=shapes, read=read, notes=(*source.notes, note))

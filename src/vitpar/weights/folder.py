@@ -49,7 +49,7 @@ from vitpar.models.initial import copy_whole_
 from vitpar.models.lora import LoRA, adapters_of
 from vitpar.models.lora_layers import merged_parameter
 from vitpar.parallel import ParallelModel
-from vitpar.weights.shards import Shards, read_object, refuse_other_shapes
+from vitpar.weights.shards import Shards, read_object, read_weight_map, refuse_other_shapes
 
 INDEX = "model.safetensors.index.json"
 """File name of the index."""
@@ -220,13 +220,11 @@ def export(
     Raises CheckpointError for a folder that is not empty, averages that the checkpoint does not have, and if reading or
     writing fails.
     """
-    tensors, prefix = checkpoint.index.tensors, _prefix(checkpoint, averages)
-    weights = weights_of(checkpoint, averages)
-    left_out = adapters_of(_saved_config(checkpoint.path))
+    weights, prefix = open_weights(checkpoint.path, averages), _prefix(checkpoint, averages)
     sizes = {
-        name.removeprefix(prefix): torch.Size(tensor.shape).numel() * getattr(torch, tensor.dtype).itemsize
-        for name, tensor in tensors.items()
-        if name.startswith(prefix) and name.removeprefix(prefix) not in left_out
+        name: torch.Size(tensor.shape).numel() * getattr(torch, tensor.dtype).itemsize
+        for stored, tensor in checkpoint.index.tensors.items()
+        if stored.startswith(prefix) and (name := stored.removeprefix(prefix)) in weights.config.shapes
     }
     try:
         names = [CLASSES] if (checkpoint.path / CLASSES).exists() else []
@@ -253,32 +251,6 @@ class Weights:
     """Function from the name of a parameter to its tensor."""
 
 
-def weights_of(checkpoint: Checkpoint, averages: bool | None = None, *, merge: bool = True) -> Weights:
-    """Return the parameters of a run's checkpoint, none of which is read yet.
-
-    averages: as in `export`.
-    merge: whether to merge adapters. Else the configuration has them, and they are parameters as any other.
-
-    Raises as `open_weights` does, and CheckpointError for averages that the checkpoint does not have.
-    """
-    prefix = _prefix(checkpoint, averages)
-    open_weights(checkpoint.path)
-    return _weights_in(checkpoint, prefix, merge=merge)
-
-
-def _weights_in(checkpoint: Checkpoint, prefix: str, *, merge: bool = True) -> Weights:
-    """Return the parameters of a checkpoint whose names begin with `prefix`. merge: as in `weights_of`."""
-    config = _saved_config(checkpoint.path)
-
-    def read(name: str) -> Tensor:
-        return read_whole(checkpoint, f"{prefix}{name}")
-
-    if not merge or not isinstance(config, LoRA):
-        return Weights(checkpoint.path, config, read)
-    adapted = config
-    return Weights(checkpoint.path, adapted.whole, lambda name: merged_parameter(adapted, name, read(name), read))
-
-
 def _saved_config(folder: Path) -> ModelConfig:
     """Return the configuration in `folder`, whose adapters are those of a checkpoint. Raises DataError."""
     try:
@@ -287,12 +259,15 @@ def _saved_config(folder: Path) -> ModelConfig:
         raise DataError(f"{CONFIG} in '{folder}' cannot be read: {error}") from None
 
 
-def open_weights(folder: Path) -> Weights:
+def open_weights(folder: Path, averages: bool | None = None, *, merge: bool = True) -> Weights:
     """Open the weights or the checkpoint in `folder` and check config.json against the shapes of the tensors.
 
     No tensor is read yet.
 
-    Raises DataError or CheckpointError if `folder` holds neither, or if it is damaged.
+    averages: as in `export`, of a checkpoint.
+    merge: whether to merge adapters. Else the configuration has them, and they are parameters as any other.
+
+    Raises DataError or CheckpointError if `folder` holds neither, if it is damaged, or if it lacks the averages.
     """
     for name in (CONFIG, RECIPE):
         if not os.path.isfile(folder / name):  # also False for an invalid file name
@@ -303,17 +278,23 @@ def open_weights(folder: Path) -> Weights:
     config = _saved_config(folder)
     if (folder / CHECKPOINT_INDEX).exists():
         checkpoint = Checkpoint.open(folder)
-        prefix = _prefix(checkpoint)
+        prefix = _prefix(checkpoint, averages)
         if wrong := damage(folder, checkpoint.index.files, only_sizes=True):
             raise CheckpointError(f"the checkpoint '{folder}' is damaged: {wrong}")
         tensors = checkpoint.index.tensors.items()
         shapes = {name.removeprefix(prefix): t.shape for name, t in tensors if name.startswith(prefix)}
-        weights = _weights_in(checkpoint, prefix)
+
+        def read(name: str) -> Tensor:
+            return read_whole(checkpoint, f"{prefix}{name}")
+
     else:
-        shards = Shards.indexed(folder, INDEX)
-        shapes, weights = shards.shapes, Weights(folder, config, shards.read)
+        weight_map = read_weight_map(folder, INDEX)
+        shards = Shards(folder, dict.fromkeys(weight_map.values()), weight_map)
+        shapes, read = shards.shapes, shards.read
     refuse_other_shapes(folder, shapes, parameter_shapes(config, most=len(shapes)), exactly=False)
-    return weights
+    if not merge or not isinstance(config, LoRA):
+        return Weights(folder, config, read)
+    return Weights(folder, config.whole, lambda name: merged_parameter(config, name, read(name), read))
 
 
 def fingerprint(folder: Path) -> str:
@@ -362,29 +343,18 @@ def load_weights(model: ParallelModel, folder: Path, without: Collection[str] = 
     Raises DataError or CheckpointError for missing files or parameters, and for other shapes.
     """
     wanted = {name: p for name, p in model.named_parameters() if name not in without}
-    if (folder / CHECKPOINT_INDEX).exists():
-        checkpoint = Checkpoint.open_whole(folder)
+    checkpoint = Checkpoint.open_whole(folder) if (folder / CHECKPOINT_INDEX).exists() else None
+    if checkpoint is not None and not isinstance(_saved_config(folder), LoRA):
         prefix = _prefix(checkpoint)
-        if isinstance(_saved_config(folder), LoRA):
-            weights = _weights_in(checkpoint, prefix)
-            for name, parameter in wanted.items():
-                copy_whole_(parameter, weights.read(model.config.owner(name)))
-        else:
-            owners = {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in model.config.shared.items()}
-            named = {f"{prefix}{name}": p.detach() for name, p in wanted.items()}
-            load_tensors(folder, named, checkpoint.index, owners)
-        model.parameters_changed()
-        return
-    shards = Shards.indexed(folder, INDEX)
-    for name, parameter in wanted.items():
-        name = model.config.owner(name)
-        if name not in shards.shapes:
-            raise DataError(f"'{folder}' lacks the parameter {name}: use weights of the same model")
-        if shards.shapes[name] != tuple(parameter.shape):
-            raise DataError(
-                f"{name} in '{folder}' has shape {list(shards.shapes[name])} but the model has {list(parameter.shape)}"
-            )
-        copy_whole_(parameter, shards.read(name))
+        owners = {f"{prefix}{copy}": f"{prefix}{owner}" for copy, owner in model.config.shared.items()}
+        named = {f"{prefix}{name}": p.detach() for name, p in wanted.items()}
+        load_tensors(folder, named, checkpoint.index, owners)
+    else:
+        weights, owner = open_weights(folder), model.config.owner
+        needed = {owner(name): tuple(parameter.shape) for name, parameter in wanted.items()}
+        refuse_other_shapes(folder, weights.config.shapes, needed, exactly=False)
+        for name, parameter in wanted.items():
+            copy_whole_(parameter, weights.read(owner(name)))
     model.parameters_changed()
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from vitpar.checkpoint.index import first_line
 from vitpar.errors import DataError, ModelError
 from vitpar.io import write_text
 from vitpar.text import literal, shown
@@ -91,7 +92,7 @@ def fetch(name: HubName) -> Path:
             f"{PREFIX}{name.repo} has no revision '{name.revision}': name a branch, tag or commit"
         ) from None
     except Exception as error:  # errors of the network, whose classes differ between versions of huggingface_hub
-        return _cached(hub, name, _reason(error))
+        return _cached(hub, name, first_line(error))
     if not _COMMIT.fullmatch(info.sha or ""):
         raise DataError(f"the hub names {literal(info.sha)} as the commit of {name}: correct HF_ENDPOINT")
     sizes = {one.rfilename: one.size for one in info.siblings or ()}
@@ -198,7 +199,7 @@ def _download(hub: Any, name: HubName, folder: Path, files: list[str], sizes: Ma
                 )
             os.replace(temporary, folder / file)
     except Exception as error:  # of the network, the disk, or the cache
-        raise DataError(f"{name} cannot be downloaded: {_reason(error)}") from None
+        raise DataError(f"{name} cannot be downloaded: {first_line(error)}") from None
     finally:
         with suppress(OSError):  # already renamed, or never created
             temporary.unlink()
@@ -234,9 +235,3 @@ def _cached(hub: Any, name: HubName, reason: str) -> Path:
     if not any((folder / file).exists() for file in (INDEX, WEIGHTS)):
         raise DataError(words)
     return folder
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error of huggingface_hub."""
-    lines = str(error).strip().splitlines()
-    return shown(lines[0] if lines else type(error).__name__)

@@ -25,10 +25,9 @@ from vitpar.models.initial import initial_value
 from vitpar.models.rows import Shapes
 from vitpar.weights.adapters import merging
 from vitpar.weights.folder import parameter_shapes, refuse_used, write_weights
-from vitpar.weights.foreign import FAMILIES, OWN, recognised, unwrapped
+from vitpar.weights.foreign import FAMILIES, OWN, open_source, recognised, unwrapped
 from vitpar.weights.images import IMAGENET, read_image_hints
 from vitpar.weights.shards import refuse_other_shapes
-from vitpar.weights.sources import open_source
 
 SHARD_BYTES = 5 * 10**9
 """Default maximum of bytes of tensors in a file."""

@@ -63,12 +63,6 @@ class Shards:
             if name not in self._held:
                 raise DataError(f"'{folder / file}' lacks {shown(name)}, which its index lists")
 
-    @classmethod
-    def indexed(cls, folder: Path, index: str) -> Shards:
-        """Open the shards that the file `index` lists. Raises DataError, also for files outside the folder."""
-        weight_map = read_weight_map(folder, index)
-        return cls(folder, dict.fromkeys(weight_map.values()), weight_map)
-
     def read(self, name: str) -> Tensor:
         """Return the tensor `name`. Raises DataError."""
         try:

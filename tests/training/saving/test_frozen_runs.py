@@ -14,7 +14,7 @@ from vitpar.models.lora import LoRA
 from vitpar.recipe import Recipe
 from vitpar.runs.folder import RunRecord
 from vitpar.weights.adapters import adapter_files
-from vitpar.weights.folder import open_weights, weights_of, write_files
+from vitpar.weights.folder import open_weights, write_files
 
 FREEZE = {"train.freeze": "embed, 0-1", "optimizer.lr": 1e-3}
 FROZEN = ("embed.", "blocks.0.", "blocks.1.")
@@ -123,7 +123,7 @@ def test_run_with_adapters_moves_to_another_plan_and_ends_in_merged_weights(
                 assert not torch.equal(expected, averaged)
             torch.testing.assert_close(weights.read(name), expected, msg=name)
     checkpoint = Checkpoint.open(tmp_path / "moved" / "checkpoints" / f"step_{2 * STEPS}")
-    alone = weights_of(checkpoint, merge=False)
+    alone = open_weights(checkpoint.path, merge=False)
     assert isinstance(alone.config, LoRA)
     others = {name for name in trained if ".lora_" not in name}
     write_files(tmp_path / "adapters", adapter_files(alone.config, alone.read, others, "timm"))

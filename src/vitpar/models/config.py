@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Collection, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from vitpar.errors import ModelError
@@ -106,17 +106,8 @@ class ModelConfig:
         return ("block" if is_block(name) else name), None
 
     def describe(self) -> tuple[LayerDescription, ...]:
-        """Return the layers in order: embed, blocks.0 …, head. Called once, by `layers`. Each kind is run once."""
-        describe_layer = late_module("vitpar.models.trace").describe_layer
-        layers: list[LayerDescription] = []
-        known: dict[str, LayerDescription] = {}
-        for name in self.layer_names:
-            kind, group = self.kind_of(name)
-            if kind not in known:
-                layer = describe_layer(self, name, layers[-1].gives if layers else None)
-                known[kind] = dataclasses.replace(layer, kind=kind, group=group)
-            layers.append(dataclasses.replace(known[kind], name=name))
-        return tuple(layers)
+        """Return the layers in order: embed, blocks.0 …, head. Each kind is run once, for all equal configurations."""
+        return _traced(self)
 
     def build_layer(self, name: str) -> nn.Module:
         """Return the layer called `name`, a ``vitpar.models.layers.Layer`` with parameters that are not filled."""
@@ -224,11 +215,6 @@ class ModelConfig:
     def tiny(self) -> Self:
         """Return a model with the same layers but less work where that is possible, for warming up."""
         return self
-
-    @property
-    def heads(self) -> dict[str, int]:
-        """Return the number of attention heads of each layer that has attention, by the layer's name."""
-        return {name: layer.attention.heads for name, layer in self.layers.items() if layer.attention}
 
     @property
     def hidden_matrices(self) -> dict[str, tuple[int, ...]]:
@@ -369,6 +355,21 @@ class ModelConfig:
         """Return the number of parameter elements. Shared ones count once."""
         copies = sum((len(names) - 1) * math.prod(self.shape(owner)) for owner, names in self.holders.items())
         return sum(layer.numel for layer in self.layers.values()) - copies
+
+
+@lru_cache(maxsize=256)
+def _traced(config: ModelConfig) -> tuple[LayerDescription, ...]:
+    """Return the result of `ModelConfig.describe`."""
+    describe_layer = late_module("vitpar.models.trace").describe_layer
+    layers: list[LayerDescription] = []
+    known: dict[str, LayerDescription] = {}
+    for name in config.layer_names:
+        kind, group = config.kind_of(name)
+        if kind not in known:
+            layer = describe_layer(config, name, layers[-1].gives if layers else None)
+            known[kind] = dataclasses.replace(layer, kind=kind, group=group)
+        layers.append(dataclasses.replace(known[kind], name=name))
+    return tuple(layers)
 
 
 def late_module(name: str) -> Any:

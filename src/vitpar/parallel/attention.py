@@ -87,12 +87,11 @@ def choose_attention(
     fault = _packed_fault(config, precision)
     if wanted == "packed" and fault:
         raise RecipeError(f"train.attention is packed, but {fault}: use auto")
-    if wanted == "auto" and (device.type == "cpu" or not config.heads):
-        use_attention(None)
-        return AttentionChoice()
-    if not config.heads:  # a model of the user's own may compute attention, of a shape that nothing describes
-        use_attention(wanted)
-        return AttentionChoice(wanted)
+    # A model of the user's own may compute attention, of a shape that nothing describes.
+    if (wanted == "auto" and device.type == "cpu") or not any(layer.attention for layer in config.kinds.values()):
+        chosen = None if wanted == "auto" else wanted
+        use_attention(chosen)
+        return AttentionChoice(chosen)
     tries: list[tuple[str, ...]] = [CANDIDATES] if wanted == "auto" else [(wanted,)]
     if wanted == "auto" and kept in ATTENTION_KERNELS[device.type] and (kept != "packed" or not fault):
         tries = [(kept,), CANDIDATES]

@@ -23,7 +23,7 @@ MOST = {
     "src/vitpar/tasks": 2_902,
     "src/vitpar/training": 6_185,
     "src/vitpar/weights": 1_968,
-    "tests": 37_365,
+    "tests": 37_361,
 }
 """Most lines of each part: a package, the files directly in `src/vitpar`, or another folder.
 

@@ -20,7 +20,6 @@ from vitpar.recipe import Recipe, read_recipe
 from vitpar.runs.pages import plotly
 from vitpar.strategy.plan_json import read_plan
 from vitpar_cli.models import recipes
-from vitpar_cli.outputs import CADENCE, Status
 from vitpar_cli.profiled import MachineOptions
 from vitpar_cli.scaling import scaling
 from vitpar_cli.search import search
@@ -169,14 +168,6 @@ def test_combinations_that_no_model_or_device_allows_are_rows(run: Run) -> None:
     rows = json.loads(run(*given, "224,384", "--precision", "bf16", "--json"))["rows"]
     assert [row["image_size"] for row in rows] == [224, 224, 384, 384]
     assert all("patches of 14 pixels do not tile images of 384" in row["why"] for row in rows[2:])
-
-
-def test_progress_without_a_terminal_prints_occasional_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    now = iter([0.0, 1.0, CADENCE, CADENCE + 1, 2 * CADENCE])
-    status = Status(clock=lambda: next(now))
-    for number in range(4):
-        status.tell(f"run {number}")
-    assert capsys.readouterr().err.split("\n") == ["run 1", "run 3", ""]
 
 
 INVALID = [

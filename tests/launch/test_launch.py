@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -298,6 +299,10 @@ def test_rank_that_cannot_join_is_an_error() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(LaunchError, match="rank 0 needs GPU 0 but 0 are visible"):
             join(ALONE, "cuda")
-    nobody_there = World(1, 2, 1, 2, "torchrun", "127.0.0.1", 1)
-    with pytest.raises(LaunchError, match=r"rank 1 of 2 waited 0\.5 s for rank 0 at 127\.0\.0\.1:1 .* MASTER_PORT"):
-        join(nobody_there, "cpu", timeout=0.5)
+    with socket.socket() as taken:  # a port on which nobody listens, and which no other test gets
+        taken.bind(("127.0.0.1", 0))
+        nobody_there = World(1, 2, 1, 2, "torchrun", *taken.getsockname())
+        with pytest.raises(
+            LaunchError, match=r"rank 1 of 2 waited 0\.5 s for rank 0 at 127\.0\.0\.1:\d+ .* MASTER_PORT"
+        ):
+            join(nobody_there, "cpu", timeout=0.5)

@@ -299,7 +299,7 @@ def test_rank_that_cannot_join_is_an_error() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(LaunchError, match="rank 0 needs GPU 0 but 0 are visible"):
             join(ALONE, "cuda")
-    with socket.socket() as taken:  # a port on which nobody listens, and which no other test gets
+    with socket.socket() as taken:  # a port without a listener, which no other test gets
         taken.bind(("127.0.0.1", 0))
         nobody_there = World(1, 2, 1, 2, "torchrun", *taken.getsockname())
         with pytest.raises(

@@ -113,7 +113,7 @@ def test_hosts_join_and_leave_a_run(place: Path, hosts: Hosts) -> None:
     reason = "the plan is 'dp1', since the degrees given in 'pp2xdp' multiply to 2, which does not divide 1 rank"
     assert log(run).count(reason) == 2
     parallel = read_recipe(run / "recipe.toml").parallel
-    assert (parallel.mesh, parallel.fallback_meshes) == ("pp2xdp", ("fsdp",)), "the next start chooses anew"
+    assert (parallel.mesh, parallel.fallback_meshes) == ("pp2xdp", ("fsdp",)), "the next start chooses a mesh again"
     assert str(read_plan(run / "plan.json")) == "dp1"
     through, ours = rows(place / "through"), rows(run)
     assert ours.keys() == through.keys()

@@ -171,8 +171,8 @@ def trained(device: torch.device, data: Path, mesh: str, folder: Path) -> list[s
 @pytest.mark.slow
 def test_training_and_saving_send_no_pickles(tmp_path: Path, ranks: Ranks) -> None:
     mesh = "pp2: embed=dp2, 0-1=tp2, *=fsdp2"
-    told = ranks(4).run(trained, pack_small(tmp_path), mesh, tmp_path / "run")
-    assert {"checkpoints", "weights"} <= set(told[0])
+    written = ranks(4).run(trained, pack_small(tmp_path), mesh, tmp_path / "run")
+    assert {"checkpoints", "weights"} <= set(written[0])
 
 
 def json_exchanged(device: torch.device) -> tuple[list[Any], Any]:
@@ -182,6 +182,6 @@ def json_exchanged(device: torch.device) -> tuple[list[Any], Any]:
 
 def test_json_values_arrive_unchanged(ranks: Ranks) -> None:
     """Values of different lengths arrive unchanged; a broadcast ignores the values of ranks other than 0."""
-    for gathered, told in ranks(2).run(json_exchanged):
-        assert gathered == [[0, []], [1, VALUES]] and told == {"of": 0}
+    for gathered, from_rank_0 in ranks(2).run(json_exchanged):
+        assert gathered == [[0, []], [1, VALUES]] and from_rank_0 == {"of": 0}
         assert [type(value) for value in gathered[1][1]] == [type(value) for value in VALUES]

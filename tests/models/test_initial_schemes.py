@@ -99,7 +99,7 @@ def difference(ours: Tensor, theirs: Tensor) -> str | None:
 def differences(config: ViTConfig | SwinConfig) -> dict[str, str]:
     ours, theirs = drawn_by_us(config), drawn_by_timm(config)
     assert ours.keys() == theirs.keys()
-    return {name: told for name in ours if (told := difference(ours[name], theirs[name]))}
+    return {name: found for name in ours if (found := difference(ours[name], theirs[name]))}
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -42,8 +42,8 @@ def test_missing_layer_norm_eps_takes_transformers_default(tmp_path: Path) -> No
     config = transformers_config("vit")
     del config["layer_norm_eps"]
     default = transformers.AutoConfig.for_model("vit").layer_norm_eps
-    told = import_weights(saved(tmp_path / "there", as_transformers(timm_state()), config), tmp_path / "here").config
-    assert told.norm_eps == default == 1e-12
+    result = import_weights(saved(tmp_path / "there", as_transformers(timm_state()), config), tmp_path / "here").config
+    assert result.norm_eps == default == 1e-12
 
 
 THEIRS = [name for name in PUBLISHED if not name.startswith(("vit5", "vit_22b", "vit_tiny_patch32"))]

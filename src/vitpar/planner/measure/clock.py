@@ -47,9 +47,9 @@ class Neighbours:
     """Processes on one machine as one clock, without a process group: each may be in a different, fake world.
 
     The mean over the processes counts, since layers do not wait for other ranks. Where processes share cores it is the
-    time of the slowest: each reading begins for all at once, and a process that the system's scheduler serves first is
-    done before the core has done the work of all. In a training step such a rank goes on with the next layer, so a
-    layer takes each of them as long as a core needs for the work of all. Methods are those of `ClockedRanks`.
+    time of the slowest: all begin a reading at once, and the process that the system's scheduler serves first is done
+    before the others. In a training step that process goes on with its next layer, so each process spends on a layer
+    the time that the core needs for every process's layer. Methods are those of `ClockedRanks`.
 
     store: exchanges the numbers; None for a single process.
     shared: whether the processes share cores.
